@@ -51,9 +51,7 @@ def load(file: Path) -> dict[str, Any]:
 SECTIONS = load(BENCH / "nvidia-h200.json")
 H100 = load(BENCH / "nvidia-h100-80gb-hbm3.json")
 ERRORS = json.loads(errors.RESULTS.read_text())
-MODELS = json.loads(
-    (ROOT / "tests/fbq_jax/integrations/public_models.json").read_text()
-)
+MODELS = json.loads((ROOT / "tests/fbq_jax/contrib/public_models.json").read_text())
 # The rows of the tables of speedups: the title, and the section and shape that measure
 # it.
 SPEEDS = (
@@ -91,21 +89,31 @@ def speed() -> str:
     return _speeds(SECTIONS)
 
 
-def speed_h100() -> str:
-    """Speedups over bf16 of what users run, on an H100."""
-    return _speeds(H100)
+def speeds() -> str:
+    """Speedups over bf16 of what users run, on an H200 and on an H100."""
+    return _speeds(SECTIONS, H100)
 
 
-def _speeds(sections: Mapping[str, Any]) -> str:
+def _speeds(*files: Mapping[str, Any]) -> str:
+    """Speedups by program; several files share a cell."""
     names = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
     programs = (*names, "Flax Fp8DotGeneral")
-    cells = [
-        [title + kind, *(ratio(measured.get(what + kind)) for what in programs)]
-        for title, section, shape in SPEEDS
-        for kind in ("", UNROLLED)
-        if names[0] + kind in (measured := rows(section, shape, sections))
-    ]
+    cells = []
+    for title, section, shape in SPEEDS:
+        measured = [rows(section, shape, sections) for sections in files]
+        for kind in ("", UNROLLED):
+            of_programs = [
+                [ratio(found.get(what + kind)) for found in measured]
+                for what in programs
+            ]
+            if any(of_programs[0]):
+                cells.append([title + kind, *map(_joined, of_programs)])
     return table(("", *(f"`{name}`" for name in names), "Flax's FP8"), cells)
+
+
+def _joined(ratios: list[str]) -> str:
+    """The ratios of several files, of which some may be missing."""
+    return ", ".join(text or "-" for text in ratios) if any(ratios) else ""
 
 
 def loops() -> str:
@@ -208,21 +216,6 @@ def measured() -> str:
     return table(head, [chance, *(list(cells(name)) for name in names)])
 
 
-def outliers() -> str:
-    """Errors of Y and dW by where the outliers are, of the named recipes."""
-    columns = {
-        "Y, Gaussian": ("Gaussian", "y_token"),
-        "Y, 1/8 of blocks": ("up to 606", "y_token"),
-        "Y, 1/2 of blocks": ("606, 1/2 of blocks", "y_token"),
-        "Y, W has them": ("W up to 606", "y_channel"),
-        "dX, dY has them": ("dY up to 606", "dx_token"),
-        "dW, 1/8 of blocks": ("up to 606", "dw_in"),
-        "dW, 1/2 of blocks": ("606, 1/2 of blocks", "dw_in"),
-    }
-    named = {f"`{name}`": name for name in _errors() if name in recipes.NAMED}
-    return _errors_table(named, columns)
-
-
 def recipe_errors() -> str:
     """Errors of all recipes and variants, on all operands."""
     xs = ["Gaussian", *errors.OUTLIERS, "606, all tokens"]
@@ -302,7 +295,7 @@ def libraries() -> str:
     cores = {
         (row.what, row.shape): row
         for row in SECTIONS["linear"]["rows"]
-        if row.layer == "core" and row.implementation != "triton"
+        if row.layer in ("core", None) and row.implementation != "triton"
     }
     cells = [
         [name, *(ratio(cores.get((name, shape))) for shape in shapes)] for name in names
@@ -386,7 +379,7 @@ PAGES = (
 # ``python -m fbq_jax.bench table`` prints the others, too.
 SECTIONS_SHOWN = ("moe", "serve")
 SUMMARIES = (
-    *(speed, speed_h100, losses, measured, outliers, memory, batches, loops),
+    *(speed, speeds, losses, measured, memory, batches, loops),
     *(efficiencies, libraries, maxtext),
     *(recipe_errors, models),
 )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from examples.llama.data import HELD_OUT, chunks
+from examples.llama.data import HELD_OUT
 from examples.llama.progress import interruptible
 
 DOMAINS = {
@@ -25,7 +25,7 @@ DOMAINS = {
 MAX_FILE_SIZE = 2**20  # bytes; larger files are generated tables
 SAMPLE = 2**25  # bytes that the tokenizer is trained on
 FACTS = "facts.json"
-_CHUNK = 2**24  # characters to encode at once, which takes seconds
+_CHUNK = 1024  # texts to encode at once, which takes seconds
 END = "<|end|>"  # follows each document
 
 
@@ -107,7 +107,8 @@ def _encode(texts: list[str], tokenizer: Tokenizer, file: Path) -> dict[str, Any
     """Writes the token ids as uint16; returns the text's sizes and the digest."""
     end, tokens = tokenizer.token_to_id(END), 0
     with file.open("wb") as out:
-        for chunk in interruptible(chunks(texts, _CHUNK)):
+        for start in interruptible(range(0, len(texts), _CHUNK)):
+            chunk = texts[start : start + _CHUNK]
             for encoding in tokenizer.encode_batch_fast(chunk):
                 ids = np.array([*encoding.ids, end], np.uint16)
                 tokens += len(ids)

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from examples.llama.bench import memory
+from experiments.bench import memory
 from fbq_jax import recipes
-from fbq_jax.bench import linear, matmuls, results
-from fbq_jax.bench.matmuls import Matmul
+from fbq_jax.bench import linear, results
+from fbq_jax.core.dot_general import dot_general
 from fbq_jax.recipes.schema import Recipe
 
 RESULTS = Path(__file__).parent / "results" / "errors-cpu.json"
@@ -83,26 +83,32 @@ def rows(shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
     for name, recipe in compared_recipes().items():
         print(f"measuring {name}", flush=True)
         for where, (x, w, dy) in operands.items():
-            matmul = matmuls.from_recipe(name, recipe, "reference", x)
-            step = jax.jit(linear.step_of(matmul.product))
-            *arrays, _ = step(x, w, dy, matmul.state, matmul.inputs)
+            product = jax.jit(functools.partial(_product, recipe))
+            y, vjp, rate = jax.vjp(product, x, w, has_aux=True)
+            fallback = None if recipe.criterion is None else float(rate)
             yield {
                 "what": name,
                 "data": where,
-                "fallback": matmul.fallback,
-                "extra_steps": (matmul.fallback or 0.0) / 3,
-                "saved_bytes": _saved_bytes(matmul, x, w),
-                "errors": _errors(arrays, exact[where]),
+                "fallback": fallback,
+                "extra_steps": (fallback or 0.0) / 3,
+                "saved_bytes": _saved_bytes(product, x, w),
+                "errors": _errors((y, *vjp(dy)), exact[where]),
             }
 
 
-def _saved_bytes(matmul: Matmul, x: jax.Array, w: jax.Array) -> float:
+def _product(recipe: Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``x @ w``, and the share of x's blocks that fall back."""
+    dims = (((1,), (0,)), ((), ()))
+    key = jax.random.key(1)
+    y, stats = dot_general(
+        x, w, dims, recipe=recipe, key=key, implementation="reference"
+    )
+    return y, stats.rate
+
+
+def _saved_bytes(product: Any, x: jax.Array, w: jax.Array) -> float:
     """Bytes of X and its scales saved for the backward pass, per token."""
-
-    def product(w: jax.Array, x: jax.Array) -> jax.Array:
-        return matmul.product(x, w, matmul.state, matmul.inputs)
-
-    return memory.saved_bytes(product, w, x)
+    return memory.saved_bytes(lambda w, x: product(x, w)[0], w, x)
 
 
 def _operands(shape: tuple[int, int, int]) -> Iterator[tuple[str, Operands]]:

@@ -18,19 +18,12 @@ from experiments.settings import SIZES, Experiment
 
 @dataclass(frozen=True)
 class Job:
-    """Work for one process.
+    """Work for one process."""
 
-    Attributes:
-        stage: The stage that it belongs to; empty for what only other jobs need.
-        do: Does it, or continues.
-        is_done: Whether it is done.
-        needs: The names of the jobs that must be done before.
-    """
-
-    stage: str
-    do: Callable[[], None]
+    stage: str  # empty for what only other jobs need
+    do: Callable[[], None]  # or continues
     is_done: Callable[[], bool]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # the names of the jobs that must be done before
 
 
 def jobs(experiment: Experiment) -> dict[str, Job]:

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from examples.llama import metrics
+from examples.llama.build import last_state
 from examples.llama.config import Config
-from examples.llama.training import last_state
 from experiments import result_files, runs
 from experiments.settings import Experiment
 

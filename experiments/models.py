@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import hf
-from examples.llama.build import build
+from examples.llama.build import build, last_state
 from examples.llama.data import batches, load_corpus
 from examples.llama.step import PyTree, make_eval
-from examples.llama.training import last_state
 from experiments import result_files, runs
 from experiments.settings import GRADIENTS, TRAINED, Experiment
 from experiments.studies.operands import Operands, operands

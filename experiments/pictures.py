@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.llama.plot import finish, smooth, style
+from examples.llama.plot import finish, loss_panels, smooth, style
 from experiments import result_files
 from experiments.result_files import Json
 from experiments.settings import RECIPES, TRAINED
@@ -30,17 +30,8 @@ def losses(results: Path) -> Figure | None:
     runs = result_files.runs(results, "parity")
     if not runs:
         return None
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    above, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    above.set(
-        title="Training loss (circles: validation; dotted: other seeds)",
-        ylabel="nats per token",
-    )
-    differences.set(
-        title="Training loss minus bf16's, smoothed",
-        xlabel="step",
-        ylabel="nats per token",
-    )
+    title = "Training loss (circles: validation; dotted: other seeds)"
+    figure, above, differences = loss_panels(title, "bf16")
     for name, run in runs.items():
         line, (recipe, _, seed) = recipe_style(name), name.partition("-")
         label = recipe if seed == "0" else None

@@ -27,21 +27,13 @@ _MAX_LOOKS = 128  # recorded values of each rate and threshold
 
 @dataclass(frozen=True)
 class Run:
-    """A run to execute.
-
-    Attributes:
-        config: The options of the run.
-        out: The folder of the run.
-        result: The file of the results.
-        model: The planted model that the run starts from, if any.
-        mesh: The devices, as for `--mesh`; empty for one.
-    """
+    """A run to execute."""
 
     config: Config
-    out: Path
-    result: Path
-    model: str | None = None
-    mesh: str = ""
+    out: Path  # the folder of the run
+    result: Path  # the file of the results
+    model: str | None = None  # the planted model that the run starts from, if any
+    mesh: str = ""  # the devices, as for `--mesh`; empty for one
 
     def is_done(self) -> bool:
         """Whether the run has ended, by completing or by diverging.

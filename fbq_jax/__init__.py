@@ -22,7 +22,7 @@ from fbq_jax.core.layer_stats import assert_live as assert_live
 from fbq_jax.core.layer_stats import fallback_stats as fallback_stats
 from fbq_jax.core.llm_int8 import LlmInt8Dot as LlmInt8Dot
 from fbq_jax.core.llm_int8 import llm_int8_dot as llm_int8_dot
-from fbq_jax.experts.plan import ExpertSharding as ExpertSharding
+from fbq_jax.experts.expert_sharding import ExpertSharding as ExpertSharding
 from fbq_jax.experts.ragged_dot import ragged_dot as ragged_dot
 from fbq_jax.experts.routing import Routing as Routing
 from fbq_jax.fp8 import optim as optim

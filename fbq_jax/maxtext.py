@@ -1,4 +1,4 @@
-"""The public names of ``fbq_jax.integrations.maxtext``."""
+"""The public names of ``fbq_jax.contrib.maxtext``."""
 
-from fbq_jax.integrations.maxtext import quantize as quantize
-from fbq_jax.integrations.maxtext import quantize_models as quantize_models
+from fbq_jax.contrib.maxtext import quantize as quantize
+from fbq_jax.contrib.maxtext import quantize_models as quantize_models

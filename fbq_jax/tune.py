@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.bench import gemm, measure
+from fbq_jax.bench import cli, gemm, measure, results
 from fbq_jax.kernels import tuning_table
 from fbq_jax.ops import dispatch
 
@@ -95,31 +95,16 @@ def _read(file: Path) -> _Entries:
         return {}
     try:
         entries = json.loads(file.read_text())["entries"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {op: dict(of_op) for op, of_op in entries.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a table of configurations") from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{file} is not a table of configurations")
-    return entries
 
 
 def _write(file: Path, entries: _Entries) -> None:
-    """Writes the entries of a table, atomically."""
+    """Writes the entries of a table."""
     device = jax.devices()[0].device_kind
-    content = {"device": device, "entries": dict(sorted(entries.items()))}
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(file)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(size) for size in text.split(","))
-    if len(sizes) != 3 or min(sizes) < 1:
-        raise ValueError
-    return sizes
-
-
-_sizes.__name__ = "M,N,K"  # argparse names it so in an error message
+    results.write(file, {"device": device, "entries": dict(sorted(entries.items()))})
 
 
 def _available(implementations: Sequence[str]) -> Iterator[str]:
@@ -139,7 +124,11 @@ def _parser() -> argparse.ArgumentParser:
         "--implementation", choices=("mosaic", "triton"), help="by default both"
     )
     parser.add_argument(
-        "--sizes", type=_sizes, nargs="+", default=SIZES, metavar="M,N,K"
+        "--sizes",
+        type=functools.partial(cli.read_shape, "M,N,K"),
+        nargs="+",
+        default=SIZES,
+        metavar="M,N,K",
     )
     parser.add_argument("--out", type=Path, help="by default the kernels' own table")
     return parser

@@ -20,8 +20,9 @@ def call_apart(function: Callable[..., Any], *operands: Any) -> Any:
       function: the function, without collectives.
       *operands: its operands, trees of arrays.
     """
+    function = jax.jit(function)  # both branches share one trace
 
     def on_cpu(*operands: Any) -> Any:
-        return set_xla_metadata(jax.jit(function)(*operands), inlineable="false")
+        return set_xla_metadata(function(*operands), inlineable="false")
 
     return lax.platform_dependent(*operands, cpu=on_cpu, default=function)

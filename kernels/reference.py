@@ -74,8 +74,9 @@ from fbq_jax.kernels.quantized import (
 from fbq_jax.kernels.scales import (
     FLOAT8_LIMIT,
     FLOAT8_TINY,
+    TINY,
     find_amax,
-    scale_and_inverse,
+    scale_and_inverse_by_platform,
 )
 from fbq_jax.kernels.sources import Matrix, Source
 
@@ -182,15 +183,15 @@ def quantize(
     main = transposed = metric = None
     if rowwise is not None:
         codes = codes_of(rowwise.rounding, rowwise.block, amax_reduce.rowwise)
-        main = codes.as_quantized(rowwise, x.shape, dtype, sum_axis=4)
+        main = codes.as_quantized(rowwise, x.shape, sum_axis=4)
         if criterion is not None:
             assert theta is not None
             residual, metric = _residual_term(codes, criterion, theta)
-            second = residual.as_quantized(rowwise, x.shape, dtype, sum_axis=None)
+            second = residual.as_quantized(rowwise, x.shape, sum_axis=None)
             main = Quantized(main.main, second.main, main.block)
     if colwise is not None:
         codes = codes_of(colwise.rounding, colwise.block, amax_reduce.colwise)
-        transposed = codes.as_quantized(colwise, x.shape, dtype, sum_axis=2).mT
+        transposed = codes.as_quantized(colwise, x.shape, sum_axis=2).mT
     if transposed is not None and colwise is not None and not colwise.is_split:
         transposed = _one_scale_per_row(transposed)
     if main is not None and rowwise is not None and not rowwise.is_split:
@@ -222,12 +223,12 @@ def check_layouts(
 
 
 class _Codes(NamedTuple):
-    """A quantized matrix in tiles ``[B, R/r, r, C/c, c]``; all fields are float32.
+    """A quantized matrix in tiles ``[B, R/r, r, C/c, c]``.
 
     Attributes:
-      tiles: the values.
-      codes: their codes.
-      scales: ``[B, R/r, C/c]``.
+      tiles: the values, float32.
+      codes: their codes, int8 or float8_e4m3fn.
+      scales: float32 ``[B, R/r, C/c]``.
     """
 
     tiles: jax.Array
@@ -235,22 +236,17 @@ class _Codes(NamedTuple):
     scales: jax.Array
 
     def as_quantized(
-        self,
-        layout: Layout,
-        shape: tuple[int, ...],
-        dtype: CodeDtype,
-        *,
-        sum_axis: int | None,
+        self, layout: Layout, shape: tuple[int, ...], *, sum_axis: int | None
     ) -> Quantized:
         """The operand of ``shape``; sums, if asked for, are along ``sum_axis``."""
         batch, i, r, j, c = self.codes.shape
         codes = self.codes.reshape(batch, i * r, j * c)[:, : shape[1], : shape[2]]
         sums = None
         if layout.sums and sum_axis is not None:
-            of_vectors = jnp.sum(jnp.abs(self.codes), axis=sum_axis, keepdims=True)
+            magnitudes = jnp.abs(self.codes.astype(jnp.float32))
+            of_vectors = jnp.sum(magnitudes, axis=sum_axis, keepdims=True)
             sums = jnp.max(of_vectors, axis=(2, 4))
-        term = Term(codes.astype(dtype), self.scales, sums)
-        return Quantized(term, None, layout.block)
+        return Quantized(Term(codes, self.scales, sums), None, layout.block)
 
 
 def _quantize(
@@ -269,9 +265,9 @@ def _quantize(
     def round_tiles(tiles: jax.Array, inverse: jax.Array) -> jax.Array:
         inverse = _spread(inverse, tiles)
         if dtype == "float8_e4m3fn":
-            return round_to_float8(tiles, inverse)
+            return round_to_float8(tiles, inverse).astype(dtype)
         drawn = None if noise is None else _to_tiles(noise(), block)
-        return round_to_codes(tiles, inverse, drawn)
+        return round_to_codes(tiles, inverse, drawn).astype(dtype)
 
     return _Codes(tiles, call_apart(round_tiles, tiles, inverse), scale)
 
@@ -280,21 +276,25 @@ def _residual_term(
     main: _Codes, criterion: Criterion, theta: jax.Array
 ) -> tuple[_Codes, jax.Array]:
     """The second terms of the blocks that fall back, and the metric of all."""
-    residual = residual_of(main.tiles, main.codes, _spread(main.scales, main.tiles))
+    residual = _residual_tiles(main)
     metric = _metric(main.tiles, residual, main.scales, criterion)
     limit = jnp.where(theta >= 0.0, theta, 0.0)
     amax = jnp.where(metric > limit[:, None, None], find_amax(residual, (2, 4)), 0.0)
     scale, inverse = scale_of_codes(amax, "int8")
     codes = round_to_codes(residual, _spread(inverse, residual), None)
-    return _Codes(residual, codes, scale), metric
+    return _Codes(residual, codes.astype(jnp.int8), scale), metric
+
+
+def _residual_tiles(main: _Codes) -> jax.Array:
+    """The tiles without what their codes stand for."""
+    tiles, codes, scales = main
+    return residual_of(tiles, codes.astype(jnp.float32), _spread(scales, tiles))
 
 
 def block_metric(x: jax.Array, *, block: Block, criterion: Criterion) -> jax.Array:
     """Computes only the metric of ``quantize``, float32 ``[B, R/r, C/c]``."""
-    tiles, codes, scales = _quantize(x.astype(jnp.float32), block)
-    return _metric(
-        tiles, residual_of(tiles, codes, _spread(scales, tiles)), scales, criterion
-    )
+    codes = _quantize(x.astype(jnp.float32), block)
+    return _metric(codes.tiles, _residual_tiles(codes), codes.scales, criterion)
 
 
 def matmul(
@@ -376,28 +376,33 @@ def _matmul(lhs: Quantized, rhs: Quantized, dtype: jax.typing.DTypeLike) -> jax.
     rows, columns = lhs.shape[1], rhs.shape[1]
 
     exact = _int_product if right.codes.dtype == jnp.int8 else _float_product
+    acc = _zero_product(lhs.codes, rhs.codes)
+    blocks = right.scales.shape[2]
+    if blocks == 0:
+        return acc.astype(dtype)
+    *terms, right = (_pad_k(term, blocks * k) for term in (*terms, right))
 
-    def add_block(
-        acc: jax.Array, operands: tuple[list[Term], Term]
-    ) -> tuple[jax.Array, None]:
-        terms, right = operands
-        column_scale = _repeat(right.scales, n, columns)
+    def add_block(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        index, acc = state
+        codes, scales = _block_of_k(right, index, k)
+        column_scale = _repeat(scales, n, columns)
         column_scale = lax.broadcast_in_dim(column_scale, acc.shape, (0, 2))
         for term in terms:
+            lhs_codes, lhs_scales = _block_of_k(term, index, k)
             product = lax.platform_dependent(
-                term.codes, right.codes, cpu=exact, tpu=exact, default=_float_product
+                lhs_codes, codes, cpu=exact, tpu=exact, default=_float_product
             )
-            row_scale = _repeat(term.scales, m, rows)
+            row_scale = _repeat(lhs_scales, m, rows)
             scale = lax.broadcast_in_dim(row_scale, acc.shape, (0, 1)) * column_scale
             # The bounds change no value. They keep XLA from contracting product and sum
             # to an FMA, which it does in some programs: all round alike.
             limit = scale * 2.0**31
             acc += lax.clamp(-limit, product * scale, limit)
-        return acc, None
+        return index + 1, acc
 
-    operands = ([_split_k(term, k) for term in terms], _split_k(right, k))
-    acc = _zero_product(lhs.codes, rhs.codes)
-    return lax.scan(add_block, acc, operands)[0].astype(dtype)
+    # Not fori_loop, whose program has two counters.
+    start = jnp.int32(0), acc
+    return lax.while_loop(lambda s: s[0] < blocks, add_block, start)[1].astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -531,8 +536,8 @@ def scale_of_codes(
 ) -> tuple[jax.Array, jax.Array]:
     """The scale of blocks and its inverse; only INT8 codes use ``bound``."""
     if dtype == "float8_e4m3fn":
-        return scale_and_inverse(amax, FLOAT8_LIMIT, FLOAT8_TINY, by_platform=True)
-    return scale_and_inverse(amax, bound, by_platform=True)
+        return scale_and_inverse_by_platform(amax, FLOAT8_LIMIT, FLOAT8_TINY)
+    return scale_and_inverse_by_platform(amax, bound, TINY)
 
 
 def round_to_codes(
@@ -614,11 +619,20 @@ def _repeat(scales: jax.Array, side: int, size: int) -> jax.Array:
     return jnp.repeat(scales, side, axis=-1)[..., :size]
 
 
-def _split_k(operand: Term, k: int) -> Term:
-    """Moves blocks of K first: codes ``[K/k, B, R, k]``, scales ``[K/k, B, R/r]``."""
-    codes, scales, _ = operand
-    batch, rows, size = codes.shape
-    blocks = scales.shape[2]
-    codes = jnp.pad(codes, ((0, 0), (0, 0), (0, blocks * k - size)))
-    codes = codes.reshape(batch, rows, blocks, k)
-    return Term(codes.transpose(2, 0, 1, 3), scales.transpose(2, 0, 1))
+def _pad_k(operand: Term, size: int) -> Term:
+    """Pads the codes with zeros to ``size`` values along K."""
+    missing = size - operand.codes.shape[2]
+    return operand._replace(
+        codes=jnp.pad(operand.codes, ((0, 0), (0, 0), (0, missing)))
+    )
+
+
+def _block_of_k(operand: Term, index: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The codes ``[B, R, k]`` and the scales ``[B, R/r]`` of one block of K."""
+    codes, scales = (
+        lax.dynamic_slice_in_dim(
+            x, index * size, size, axis=2, allow_negative_indices=False
+        )
+        for x, size in ((operand.codes, k), (operand.scales, 1))
+    )
+    return codes, scales[:, :, 0]

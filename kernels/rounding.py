@@ -11,6 +11,8 @@ layout.  A transposed copy draws the same noise as the original, and a shard dra
 noise at its ``GlobalOffset``.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -110,6 +112,13 @@ def _high_half(a: jax.Array, b: jax.Array) -> jax.Array:
     return a_high * b_high + (first >> 16) + (second >> 16)
 
 
+def _high_half_on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``_high_half`` in a third of the operations, for devices with 64-bit integers."""
+    with jax.enable_x64(True):
+        product = a.astype(jnp.uint64) * b.astype(jnp.uint64)
+        return (product >> jnp.uint64(32)).astype(jnp.uint32)
+
+
 def noise(
     seed: jax.Array, rows: int, columns: int, global_offset: GlobalOffset | None = None
 ) -> jax.Array:
@@ -131,20 +140,23 @@ def noise(
     Returns:
       float32 ``[rows, columns]``, odd multiples of ``2**-16``.
     """
-    joined = call_apart(
-        lambda seed, offset: _joined_factors(seed, rows, columns, offset),
-        seed,
-        global_offset,
-    )
+
+    def join_factors(seed: jax.Array, global_offset: GlobalOffset | None) -> jax.Array:
+        row, column = _positions(rows, columns, global_offset)
+        return _joined_factors(seed, row[::2], column)
+
+    joined = call_apart(join_factors, seed, global_offset)
+    pairs = joined.shape[0] - columns
     # Arrays that broadcast implicitly would be three operations of XLA each.
-    shape = rows, columns
-    return noise_of(
-        NoiseFactors(
-            lax.broadcast_in_dim(joined[:rows], shape, (0,)),
-            lax.broadcast_in_dim(joined[rows:], shape, (1,)),
-            lax.broadcast_in_dim(_shift(rows), shape, (0,)),
-        )
+    shape = pairs, 2, columns
+    factors = NoiseFactors(
+        lax.broadcast_in_dim(joined[:pairs], shape, (0,)),
+        lax.broadcast_in_dim(joined[pairs:], shape, (2,)),
+        lax.broadcasted_iota(jnp.uint32, shape, 1) * 16,
     )
+    on_cpu = functools.partial(noise_of, high_half=_high_half_on_cpu)
+    drawn = lax.platform_dependent(factors, cpu=on_cpu, default=noise_of)
+    return drawn.reshape(2 * pairs, columns)[:rows]
 
 
 def noise_of_rows(seeds: jax.Array, rows: jax.Array, columns: int) -> jax.Array:
@@ -181,32 +193,33 @@ def noise_factors(
     seed: jax.Array, rows: int, columns: int, global_offset: GlobalOffset | None = None
 ) -> NoiseFactors:
     """The factors of a matrix's noise, with the arguments of ``noise``."""
-    joined = _joined_factors(seed, rows, columns, global_offset)
-    return NoiseFactors(joined[:rows, None], joined[None, rows:], _shift(rows)[:, None])
+    row, column = _positions(rows, columns, global_offset)
+    joined = _joined_factors(seed, row, column)
+    shift = 16 * (jnp.arange(rows, dtype=jnp.uint32) & 1)  # a shard's first row is even
+    return NoiseFactors(joined[:rows, None], joined[None, rows:], shift[:, None])
 
 
-def _joined_factors(
-    seed: jax.Array, rows: int, columns: int, global_offset: GlobalOffset | None
-) -> jax.Array:
-    """The factors of all rows, and then of all columns, ``[R + C]``.
-
-    One array has half the operations of two.
-    """
+def _positions(
+    rows: int, columns: int, global_offset: GlobalOffset | None
+) -> tuple[jax.Array, jax.Array]:
+    """The index in the global matrix of each row and of each column."""
     row, column = (jnp.arange(size, dtype=jnp.uint32) for size in (rows, columns))
     if global_offset is not None:
         row = row % ROW_GROUP + jnp.repeat(global_offset.rows, ROW_GROUP)[:rows]
         column += global_offset.column
-    seeds = mix(jnp.stack([seed, seed ^ jnp.uint32(_COLUMN_STREAM)]))
-    of_rows = jnp.broadcast_to(seeds[0], (rows,))
-    of_columns = jnp.broadcast_to(seeds[1], (columns,))
-    index = jnp.concatenate([row >> 1, column])
-    mixed = jnp.concatenate([of_rows, of_columns]) + jnp.uint32(_GOLDEN) * index
-    return mix(mixed) | 1  # An even factor would lose bits of the other one.
+    return row, column
 
 
-def _shift(rows: int) -> jax.Array:
-    """``NoiseFactors.shift`` of each row, ``[R]``; a shard's first row is even."""
-    return 16 * (jnp.arange(rows, dtype=jnp.uint32) & 1)
+def _joined_factors(seed: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """The factors of these rows, and then of these columns, in one array.
+
+    It has half the operations of two.
+    """
+    of_rows = jnp.broadcast_to(seed, row.shape)
+    of_columns = jnp.broadcast_to(seed ^ jnp.uint32(_COLUMN_STREAM), column.shape)
+    joined = jnp.concatenate([of_rows, of_columns])
+    # An even factor would lose bits of the other one.
+    return fold(joined, jnp.concatenate([row >> 1, column])) | 1
 
 
 def _factors(seed: jax.Array, row: jax.Array, column: jax.Array) -> NoiseFactors:
@@ -217,9 +230,12 @@ def _factors(seed: jax.Array, row: jax.Array, column: jax.Array) -> NoiseFactors
     return NoiseFactors(a, b, 16 * (row & 1))
 
 
-def noise_of(factors: NoiseFactors) -> jax.Array:
+def noise_of(
+    factors: NoiseFactors,
+    high_half: Callable[[jax.Array, jax.Array], jax.Array] = _high_half,
+) -> jax.Array:
     """The noise of the rows and columns with these factors, float32."""
     a, b, shift = factors
-    words = a * b + _high_half(a, b) * jnp.uint32(_GOLDEN)
+    words = a * b + high_half(a, b) * jnp.uint32(_GOLDEN)
     bits = (words >> shift) & 0xFFFF | 1
     return (bits.astype(jnp.int32).astype(jnp.float32) - 2.0**15) * 2.0**-16

@@ -1,5 +1,7 @@
 """Absmax scales in float32, with the same bits on every device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,11 +30,7 @@ def find_amax(
 
 
 def scale_and_inverse(
-    amax: jax.Array,
-    limit: float = 127.0,
-    tiny: float = TINY,
-    *,
-    by_platform: bool = False,
+    amax: jax.Array, limit: float = 127.0, tiny: float = TINY
 ) -> tuple[jax.Array, jax.Array]:
     """Computes ``amax / limit`` and ``limit / amax``.
 
@@ -43,27 +41,34 @@ def scale_and_inverse(
       amax: float32 of any shape.
       limit: the largest code.
       tiny: the smallest ``amax`` for which both results are normal floats.
-      by_platform: whether to use ``divide_by_platform``, which no kernel has.
     """
-    quotient = divide_by_platform if by_platform else divide
     finite = jnp.isfinite(amax)
     usable = finite & (amax >= tiny)
     divisor, top = jnp.where(usable, amax, 1.0), jnp.full_like(amax, limit)
-    scale = jnp.where(usable, quotient(divisor, top), jnp.where(finite, 0.0, jnp.nan))
-    return scale, jnp.where(usable, quotient(top, divisor), 0.0)
+    scale = jnp.where(usable, divide(divisor, top), jnp.where(finite, 0.0, jnp.nan))
+    return scale, jnp.where(usable, divide(top, divisor), 0.0)
 
 
-def divide_by_platform(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``divide``, but on CPUs one division, which compiles sooner.
+def scale_and_inverse_by_platform(
+    amax: jax.Array, limit: float, tiny: float
+) -> tuple[jax.Array, jax.Array]:
+    """``scale_and_inverse``, but on CPUs with two divisions, which compile sooner.
 
-    A CPU rounds the quotient correctly.
+    A CPU rounds quotients correctly.  Kernels do not have this.
     """
-    return lax.platform_dependent(a, b, cpu=_divide_on_cpu, default=divide)
 
+    def on_cpu(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        finite = lax.is_finite(amax)
+        usable = finite & (amax >= tiny)
+        zero, nan, top = (jnp.full_like(amax, x) for x in (0.0, jnp.nan, limit))
+        # A divisor that is no constant to XLA, which would multiply by its inverse.
+        divisor = lax.select(finite, top, amax)
+        scale = lax.select(usable, amax, lax.select(finite, zero, nan)) / divisor
+        return scale, top / lax.select(usable, amax, jnp.full_like(amax, jnp.inf))
 
-def _divide_on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The quotient; XLA does not see that ``b`` is a constant, if it is one."""
-    return a / lax.select(a == a, b, a)
+    default = functools.partial(scale_and_inverse, limit=limit, tiny=tiny)
+    scale, inverse = lax.platform_dependent(amax, cpu=on_cpu, default=default)
+    return scale, inverse
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fbq_jax.kernels.scales import divide_by_platform
+from fbq_jax.kernels.scales import divide
 
 UNSET = -1.0
 """The value of theta until an activation sets it."""
@@ -137,8 +137,20 @@ def exceeds(metric: jax.Array, theta: jax.Array) -> jax.Array:
 
 def rate_of(number: jax.Array, size: jax.Array) -> jax.Array:
     """The share of ``number`` in ``size``, float32; 0 in none."""
-    some, all_ = (jnp.maximum(x, 1).astype(jnp.float32) for x in (number, size))
-    return jnp.where(number > 0, divide_by_platform(some, all_), 0.0)
+
+    def on_cpu(number: jax.Array, size: jax.Array) -> jax.Array:
+        # A divisor that is no constant to XLA, which would multiply by its inverse.
+        divisor = lax.select(number < 0, number, lax.max(size, jnp.full_like(size, 1)))
+        return number.astype(jnp.float32) / divisor.astype(jnp.float32)
+
+    def divide_positive(number: jax.Array, size: jax.Array) -> jax.Array:
+        some, all_ = (jnp.maximum(x, 1).astype(jnp.float32) for x in (number, size))
+        return jnp.where(number > 0, divide(some, all_), 0.0)
+
+    rate: jax.Array = lax.platform_dependent(
+        number, size, cpu=on_cpu, default=divide_positive
+    )
+    return rate
 
 
 def _scale_count(above: jax.Array, size: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -157,11 +169,12 @@ def _quantile(
     bits = lax.bitcast_convert_type(jnp.abs(metric), jnp.int32)
     in_order = lax.sort(bits, dimension=1, is_stable=False)
     position = lax.broadcasted_iota(jnp.int32, bits.shape, 1)
-    index = metric.shape[1] - 1 - above
-    is_found = position == index[:, None]
+    is_found = position == (metric.shape[1] - 1 - above)[:, None]
     found = jnp.sum(jnp.where(is_found, in_order, 0), axis=1, dtype=jnp.int32)
-    greater = jnp.sum(bits > found[:, None], axis=1, dtype=jnp.int32)
-    not_less = jnp.sum(bits >= found[:, None], axis=1, dtype=jnp.int32)
+    greater, not_less = (
+        jnp.sum(is_above, axis=1, dtype=jnp.int32)
+        for is_above in (in_order > found[:, None], in_order >= found[:, None])
+    )
     below = (rate_of(greater, size) < low) & (greater + not_less < 2 * above)
     quantile = jnp.maximum(found - below.astype(jnp.int32), 0)
     is_usable = (in_order[:, -1] < _INFINITY_BITS) & (size > 0)

@@ -23,7 +23,7 @@ def matmul(lhs: Quantized, rhs: Quantized, *, dtype: jax.typing.DTypeLike) -> ja
 
     Args:
       lhs: the left operand ``[B, M, K]``, of one term with block ``(1, None)``.
-      rhs: the right operand ``[B, N, K]``, likewise.
+      rhs: the right operand ``[B, N, K]``, of one term with block ``(1, None)``.
       dtype: the dtype of the output.
 
     Returns:

@@ -38,7 +38,7 @@ def blocks(shape: tuple[int, int], block: tuple[int, int]):
             yield (i, j), (rows, columns)
 
 
-def quantize(x, block, noise=None):
+def quantize(x, block, noise=None, bound=127.0):
     """Returns codes, scales and dequantized float64 values of one matrix."""
     x = np.asarray(x).astype(np.float32)
     codes = np.zeros(x.shape, np.int8)
@@ -51,8 +51,8 @@ def quantize(x, block, noise=None):
             continue
         if amax < 2.0**-118:
             continue
-        scales[index] = amax / np.float32(127)
-        v = np.clip(x[where] * (np.float32(127) / amax), -127, 127)
+        scales[index] = amax / np.float32(bound)
+        v = np.clip(x[where] * (np.float32(bound) / amax), -127, 127)
         codes[where] = np.rint(v if noise is None else v + noise[where])
     return codes, scales, dequantize(codes, scales, block)
 
@@ -110,13 +110,19 @@ def dequantize_stack(term, block):
 
 
 def quantize_fallback(x, theta, block, criterion="absmax"):
-    """Returns main and residual (codes, scales), their float64 sum, and the metric."""
+    """Returns main and residual (codes, scales), their float64 sum, and the metric.
+
+    A threshold that is negative or NaN counts as 0.
+    """
     x = np.asarray(x).astype(np.float32)
+    theta = theta if theta > 0.0 else 0.0
     codes, scales, values = quantize(x, block)
     error = np.zeros_like(x)
     metric = np.zeros_like(scales)
     for index, where in blocks(x.shape, block):
-        error[where] = x[where] - scales[index] * codes[where].astype(np.float32)
+        scale = np.float64(scales[index])
+        if scale * 127 <= np.finfo(np.float32).max:
+            error[where] = x[where] - scales[index] * codes[where].astype(np.float32)
         l1 = np.abs(error[where]).sum(dtype=np.float64)
         total = np.abs(x[where]).sum(dtype=np.float64)
         metric[index] = {
@@ -124,6 +130,8 @@ def quantize_fallback(x, theta, block, criterion="absmax"):
             "l1": min(l1, float(np.finfo(np.float32).max)),
             "l1_rel": l1 / total if total else 0.0,
         }[criterion]
+        if not np.isfinite(scale):
+            metric[index] = np.nan
         if not metric[index] > theta:
             error[where] = 0
     residual_codes, residual_scales, residual = quantize(error, block)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import private_names
+
 ROOT = Path(__file__).parents[1]
 
 # From the bottom to the top.  Packages on one level do not import each other.
@@ -20,13 +22,30 @@ LEVELS = [
     {"ops"},
     {"core"},
     {"experts", "fp8", "int8_flow"},
-    {"model_kind"},
+    {"flax_internals", "model_kind"},
     {"linen", "nnx"},
-    {"export", "integrations", "testing"},
+    {"contrib", "export", "testing"},
     {"maxtext"},
 ]
 # The command-line tools use the whole library.
 TOOLS = {"bench", "tune"}
+
+# What the library uses of other libraries that is not public: one module for Flax, one
+# for Qwix and one for MaxText.  Shorten it; what you add, check on import.
+PRIVATE_NAMES = """
+fbq_jax/bench/matmuls.py: 'qwix._src.core.dot_general_qt'
+fbq_jax/contrib/maxtext.py: '_compute_dot_general_nnx'
+fbq_jax/contrib/maxtext.py: layer._quant_dot_general_name
+fbq_jax/contrib/qwix/internals.py: 'interception_manager._intercepted_threads'
+fbq_jax/contrib/qwix/internals.py: 'interception_manager._interceptors'
+fbq_jax/contrib/qwix/internals.py: 'qwix._src.interception'
+fbq_jax/contrib/qwix/internals.py: 'qwix._src.utils.flax_util'
+fbq_jax/flax_internals.py: '_context'
+fbq_jax/flax_internals.py: '_module_fingerprint'
+fbq_jax/flax_internals.py: '_split_in_out_axes'
+fbq_jax/flax_internals.py: super()._call_wrapped_method
+fbq_jax/model_kind.py: '_unquantized_type'
+""".strip().splitlines()
 
 
 def modules() -> dict[str, Path]:
@@ -156,3 +175,26 @@ def test_no_function_hides_a_module_of_its_name():
         package, _, name = module.rpartition(".")
         exported = vars(importlib.import_module(package)).get(name)
         assert exported is None or isinstance(exported, types.ModuleType), module
+
+
+def test_private_names_of_other_libraries_are_listed():
+    assert private_names.private_names() == PRIVATE_NAMES
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import jax._src.core", "jax._src.core"),
+        ("from qwix import _src", "qwix._src"),
+        ("f(scope._collection)", "scope._collection"),
+        ("super()._own()", "super()._own"),
+        ("setattr(lift, '_axes', f)", "'_axes'"),
+        ("x.__class__ = Other", "x.__class__"),
+        ("object.__setattr__(x, '__class__', Other)", "'__class__'"),
+        ("sys._getframe(1)", "sys._getframe"),
+        ("self._own(x._replace(y=f'{z}_cls'), __file__)", None),
+    ],
+)
+def test_private_names_are_found(code, name):
+    found = private_names.uses(ast.parse(code), {"_own", "_replace"})
+    assert list(found) == ([] if name is None else [name])

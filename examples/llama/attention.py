@@ -32,14 +32,11 @@ def attend(
 
     Args:
         q: Queries, bfloat16 or float32 [B, S, heads, head_dim].
-        k: Keys, [B, S, kv_heads, head_dim] of the dtype of ``q``; ``kv_heads`` divides
-            ``heads``.
+        k: Keys, [B, S, kv_heads, head_dim]; ``kv_heads`` divides ``heads``.
         v: Values, with the shape and dtype of ``k``.
         scale: Multiplies the scores; None means ``1 / sqrt(head_dim)``.
-        window: The keys that a query sees, up to and including its own; None stands for
-            all of them.
-        softcap: Scaled scores become ``softcap * tanh(score / softcap)``; None leaves
-            them.
+        window: The keys that a query sees, up to and including its own; None means all.
+        softcap: Scaled scores become ``softcap * tanh(score / softcap)``.
 
     Returns:
         An array [B, S, heads * head_dim] of the dtype of ``q``.
@@ -122,7 +119,11 @@ def choose(
             "JAX's attention for TPUs takes bfloat16 or float32, and multiples of "
             f"{_LANES} tokens, got {dtype} and {seq} tokens"
         )
-    if not _has_cudnn(dtype):
+    # An AMD GPU has a name in place of numbers, such as "gfx942".
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    digits = re.fullmatch(r"(\d+)\.\d+", capability)
+    has_cudnn = jax.default_backend() == "gpu" and digits and int(digits[1]) >= 8
+    if not has_cudnn or dtype not in (jnp.bfloat16, jnp.float16):
         return "xla", None
     if softcap is not None:
         return "xla", "JAX's cuDNN attention has no soft cap"
@@ -133,16 +134,6 @@ def choose(
         "JAX's cuDNN attention takes heads of up to 128 channels, a multiple of 8, and "
         f"an even number of tokens, got {head_dim} channels and {seq} tokens"
     )
-
-
-def _has_cudnn(dtype: Any) -> bool:
-    """Whether cuDNN computes attention in a dtype on JAX's default backend."""
-    if dtype not in (jnp.bfloat16, jnp.float16) or jax.default_backend() != "gpu":
-        return False
-    # An AMD GPU has a name here, such as "gfx942".
-    capability = getattr(jax.devices()[0], "compute_capability", "")
-    digits = re.fullmatch(r"(\d+)\.\d+", capability)
-    return digits is not None and int(digits[1]) >= 8
 
 
 def _splash(

@@ -1,14 +1,21 @@
-"""Builds the model and the data of a run from its options."""
+"""Builds the model and the data of a run, and loads models that were trained."""
 
 import dataclasses
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from examples.llama import hf
+import jax
+import jax.numpy as jnp
+
+from examples.llama import checkpoint, hf
 from examples.llama.config import SAVED_BITS, Config, ConfigError
 from examples.llama.data import Corpus, DataError, is_token_ids, load_corpus
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.step import PyTree
+from examples.llama.run_folder import RunError, checkpoints, has_run, read_config
+from examples.llama.step import PyTree, TrainState, init_state, make_optimizer
+from examples.llama.text import Codec, TokenizerOf, codec_of_run
+from fbq_jax import FallbackDot, freeze
 
 
 def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
@@ -57,3 +64,94 @@ def _with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
         sizes, remat=config.remat, unroll=config.unroll, saved_bits=saved_bits or None
     )
     return Llama(sizes, dot_general)
+
+
+def last_state(config: Config, out: Path) -> TrainState:
+    """Returns the state in the latest checkpoint of the run in `out`, as `restore`."""
+    model = build_model(config)
+    like = init_state(model, make_optimizer(config)[0], None, config.seed)
+    return checkpoint.restore(checkpoints(out), like)
+
+
+WEIGHTS = ("codes", "floats")
+
+
+class Trained(NamedTuple):
+    """A trained model, its variables and codec, and what it multiplies by, in words."""
+
+    model: Llama
+    variables: dict[str, Any]
+    codec: Codec
+    weights: str
+
+
+def load(folder: Path, weights: str | None = None) -> Trained:
+    """Loads a model.
+
+    Args:
+        folder: The folder of a run, whose latest checkpoint is taken, or of a
+            checkpoint in Hugging Face's format, with weights in floats or exported.
+        weights: "codes" multiplies by the INT8 codes of ``fbq_jax.freeze``, "floats" by
+            weights in the model's dtype. None takes codes of a run with an INT8 recipe,
+            and floats of a checkpoint.
+
+    Raises one of `generate.ERRORS`, or ValueError if ``freeze`` fails.
+    """
+    if weights not in (None, *WEIGHTS):
+        raise ConfigError(f"weights takes one of {', '.join(WEIGHTS)}, got {weights!r}")
+    if hf.is_checkpoint(folder):
+        if weights == "codes":
+            raise ConfigError(
+                f"{folder} is a checkpoint in Hugging Face's format, which runs with "
+                "weights in floats; the folder of its run has codes"
+            )
+        name, codec = hf.quantization(folder), TokenizerOf(folder)
+        sizes, params = hf.load(folder)
+        source = "" if name is None else f", from {name}"
+        return _in_floats(Llama(sizes), {"params": params}, codec, source)
+    if not has_run(folder):
+        raise RunError(
+            f"{folder} holds neither a run nor a model: it has no config.json"
+        )
+    return _load_run(folder, weights)
+
+
+def _load_run(folder: Path, weights: str | None) -> Trained:
+    config = read_config(folder)
+    if config.from_hf is not None and hf.is_checkpoint(folder / "hf"):
+        # The run may have moved, or the model that it started from.
+        config = dataclasses.replace(config, from_hf=str(folder / "hf"))
+    codec, model = codec_of_run(config), build_model(config)
+    quantized = isinstance(model.dot_general, FallbackDot)
+    if weights == "codes" and not quantized:
+        raise ConfigError(
+            f"the run in {folder} has the recipe {config.recipe}: codes take an INT8 "
+            "recipe"
+        )
+    state = last_state(config, folder)
+    sizes = dataclasses.replace(model.config, remat="none", unroll=False)
+    if weights == "floats":
+        return _in_floats(Llama(sizes), {"params": state.params}, codec)
+    model = Llama(sizes, model.dot_general)
+    if not quantized:
+        return _in_floats(model, state.variables(), codec)
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    frozen = freeze(model, state.variables(), tokens)
+    return Trained(model, frozen, codec, f"INT8 codes ({config.recipe})")
+
+
+def _in_floats(
+    model: Llama, variables: dict[str, Any], codec: Codec, source: str = ""
+) -> Trained:
+    """The model with matrices in the dtype that it casts them to."""
+    dtype = jnp.dtype(model.config.dtype)
+
+    def cast(path: tuple[Any, ...], x: Any) -> jax.Array:
+        *_, module, name = (key.key for key in path)
+        # Routers of experts stay in float32.
+        is_matrix = name in ("kernel", "embedding") and module != "router"
+        return jnp.asarray(x, dtype if is_matrix else x.dtype)
+
+    params = jax.tree.map_with_path(cast, variables["params"])
+    described = f"{dtype.name} weights{source}"
+    return Trained(model, {**variables, "params": params}, codec, described)

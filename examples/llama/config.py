@@ -103,9 +103,14 @@ class Config:
 
     def __post_init__(self) -> None:
         try:
-            fields.check(self)
+            self._check()
+        except RecipeError as error:
+            raise ConfigError(f"reduce with {self.recipe}: {error}") from error
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(str(error)) from error
+
+    def _check(self) -> None:
+        fields.check(self)
         for name in ("data", "from_hf"):
             if (text := getattr(self, name)) is not None and not _is_file_name(text):
                 raise ConfigError(f"{name} takes the name of a file, got {text!r}")
@@ -113,21 +118,16 @@ class Config:
             raise ConfigError(
                 f"recipe takes one of {', '.join(RECIPES)}, got {self.recipe!r}"
             )
-        self._check_divides("accumulate", "batch")
+        fields.check_divides(self, "accumulate", "batch")
         if self.experts is not None:
             object.__setattr__(self, "top_k", self.top_k or 2)
         elif self.top_k is not None:
             raise ConfigError("top_k takes a number of experts: set experts, too")
-        try:
-            self.dot_general()
-            if self.from_hf is None:
-                self.sizes(vocab_size=1)
-        except RecipeError as error:
-            raise ConfigError(f"reduce with {self.recipe}: {error}") from error
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        self.dot_general()
+        if self.from_hf is None:
+            self.sizes(vocab_size=1)
         if self.experts is not None:
-            self._check_divides("top_k", "ffn")
+            fields.check_divides(self, "top_k", "ffn")
             self.check_recipe_of_experts()
 
     def sizes(self, vocab_size: int) -> LlamaConfig:
@@ -147,13 +147,6 @@ class Config:
             max_seq_len=self.seq,
             **experts,
         )
-
-    def _check_divides(self, name: str, other: str) -> None:
-        divisor, number = getattr(self, name), getattr(self, other)
-        if number % divisor:
-            raise ConfigError(
-                f"{name} takes a divisor of {other} ({number}), got {divisor}"
-            )
 
     def check_recipe_of_experts(self) -> None:
         """Raises ConfigError if experts cannot run with the recipe."""
@@ -182,10 +175,10 @@ class Config:
             )
         recipe = dot_general.recipe
         names = ("drhs",) if self.reduce == "int8" else ("fwd", "dlhs", "drhs")
-        gemms = {name: getattr(recipe, name) for name in names}
+        gemms = ((name, getattr(recipe, name)) for name in names)
         changed: dict[str, Any] = {
             name: dataclasses.replace(gemm, reduce=self.reduce)
-            for name, gemm in gemms.items()
+            for name, gemm in gemms
             if self.reduce == "int8" or not gemm.in_floats
         }
         return FallbackDot(dataclasses.replace(recipe, **changed))

@@ -5,9 +5,10 @@ Batch i is a pure function of (seed, i): a run that resumes at step i reads batc
 no iterator state has to be saved.
 """
 
+import contextlib
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,7 @@ SEPARATOR = b"\0"
 # the text.
 HELD_OUT = 20
 
-_CHUNK = 2**22  # characters to encode at once, which takes seconds
+_CHUNK = 256  # texts to encode at once, which takes seconds
 _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
 # Folders of the standard library that are not its source.
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -88,9 +89,12 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [file.relative_to(root) for file in root.rglob("*.py")]
-        files = [file for file in files if _NOT_SOURCE.isdisjoint(file.parts)]
-        return _from_texts(_read_texts(root, files), root, tokenizer)
+        source = (
+            file
+            for file in root.rglob("*.py")
+            if _NOT_SOURCE.isdisjoint(file.relative_to(root).parts)
+        )
+        return _from_folder(root, source, tokenizer)
     if not path.exists():
         raise DataError(f"data: {path} does not exist")
     if not path.is_dir():
@@ -102,8 +106,8 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
         raise DataError(f"data: {path} has token ids, but no {missing[0]}")
     if not missing:
         return _from_ids(path, *(_memory_map(path / name) for name in _TOKEN_IDS))
-    files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
-    return _from_texts(_read_texts(path, files), path, tokenizer)
+    files = (file for file in path.rglob("*") if file.is_file())
+    return _from_folder(path, files, tokenizer)
 
 
 def is_token_ids(path: Path | None) -> bool:
@@ -126,42 +130,30 @@ def batches(
     Item i is batch i: int32 [batch, seq + 1]. The inputs are columns [:-1] and their
     targets are columns [1:]. Raises DataError if the part is shorter than one window.
     """
-    windows = _Windows(getattr(corpus, part), seq)
-    if not len(windows):
+    tokens = getattr(corpus, part)
+    if len(tokens) <= seq:
         raise DataError(
-            f"data: the {part} part has {len(windows.tokens)} tokens, fewer than one "
-            f"window of {seq + 1}; provide more data or a smaller --seq"
+            f"data: the {part} part has {len(tokens)} tokens, fewer than one window of "
+            f"{seq + 1}; provide more data or a smaller --seq"
         )
-    return grain.MapDataset.source(windows).seed(seed).shuffle().repeat().batch(batch)
+    # Adjacent windows share one token.
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
+    shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+    return shuffled.batch(batch).map(lambda tokens: tokens.astype(np.int32))
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """Windows of seq + 1 tokens; adjacent windows share one token."""
-
-    tokens: np.ndarray
-    seq: int
-
-    def __len__(self) -> int:
-        return max(0, len(self.tokens) - 1) // self.seq
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = index * self.seq
-        return self.tokens[start : start + self.seq + 1].astype(np.int32)
-
-
-def _read_texts(root: Path, files: list[Path]) -> list[bytes]:
-    """Reads the files (relative to root) that are UTF-8 and not hidden, sorted."""
-    shown = (f for f in sorted(files) if not any(p.startswith(".") for p in f.parts))
+def _from_folder(
+    root: Path, files: Iterable[Path], tokenizer: Tokenizer | None
+) -> Corpus:
+    """Reads the files that are UTF-8 and not hidden, sorted by their path in root."""
     texts = []
-    for file in shown:
-        data = (root / file).read_bytes()
-        try:
-            data.decode()
-        except UnicodeDecodeError:
-            continue
-        texts.append(data)
-    return texts
+    for path in sorted(file.relative_to(root) for file in files):
+        if not any(part.startswith(".") for part in path.parts):
+            data = (root / path).read_bytes()
+            with contextlib.suppress(UnicodeDecodeError):
+                data.decode()
+                texts.append(data)
+    return _from_texts(texts, root, tokenizer)
 
 
 def _from_texts(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> Corpus:
@@ -182,8 +174,9 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
     ids = []
     try:
         decoded = [text.decode() for text in texts]
-        for chunk in interruptible(chunks(decoded, _CHUNK)):
-            ids += [np.array(x.ids, np.uint32) for x in tokenizer.encode_batch(chunk)]
+        for start in interruptible(range(0, len(texts), _CHUNK)):
+            chunk = tokenizer.encode_batch(decoded[start : start + _CHUNK])
+            ids += [np.array(encoding.ids, np.uint32) for encoding in chunk]
     except UnicodeDecodeError as error:
         raise DataError(
             f"data: {path} is not UTF-8 ({error}), as the tokenizer requires"
@@ -191,20 +184,6 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
     except Exception as error:  # the library raises no narrower one
         raise DataError(f"data: the tokenizer cannot encode {path}: {error}") from error
     return np.concatenate(ids)
-
-
-def chunks(texts: list[str], size: int) -> Iterator[list[str]]:
-    """Splits texts into lists of at least `size` characters, except for the last."""
-    chunk: list[str] = []
-    characters = 0
-    for text in texts:
-        chunk.append(text)
-        characters += len(text)
-        if characters >= size:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
 
 
 def _memory_map(path: Path) -> np.ndarray:

@@ -6,16 +6,8 @@ Values come from JSON files and command lines, where a type checker sees nothing
 import dataclasses
 import reprlib
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import get_type_hints as type_hints
 
 import numpy as np
 
@@ -47,24 +39,34 @@ def check(instance: Any) -> None:
     A float field also accepts integers, which become floats. An integer field accepts
     no bool. The message of a ValueError names the field and what it accepts.
     """
-    hints = get_type_hints(type(instance), include_extras=True)
-    for field in dataclasses.fields(instance):
-        value, kinds = getattr(instance, field.name), kinds_of(hints[field.name])
-        if value is field.default:
+    for name, kinds in kinds_of(type(instance)).items():
+        value = getattr(instance, name)
+        if value is getattr(type(instance), name, dataclasses.MISSING):  # its default
             continue
         if not any(_is_a(value, kind) for kind in kinds):
             accepted = " or ".join(map(_describe, kinds))
-            raise ValueError(
-                f"{field.name} takes {accepted}, got {reprlib.repr(value)}"
-            )
+            raise ValueError(f"{name} takes {accepted}, got {reprlib.repr(value)}")
         if len(kinds) == 1 and getattr(kinds[0], "of", None) is float:
-            object.__setattr__(instance, field.name, float(value))
+            object.__setattr__(instance, name, float(value))
 
 
-def kinds_of(hint: Any) -> list[Any]:
-    """Returns what an annotation accepts: types, ranges and literals."""
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return [getattr(member, "__metadata__", (member,))[0] for member in members]
+def check_divides(instance: Any, name: str, other: str) -> None:
+    """Raises ValueError if an integer field does not divide another one."""
+    divisor, number = getattr(instance, name), getattr(instance, other)
+    if number % divisor:
+        raise ValueError(f"{name} takes a divisor of {other} ({number}), got {divisor}")
+
+
+def kinds_of(cls: type) -> dict[str, list[Any]]:
+    """Returns what each field of a dataclass accepts: types, ranges and literals."""
+    hints = type_hints(cls, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        is_union = get_origin(hint) in (Union, UnionType)
+        members = get_args(hint) if is_union else (hint,)
+        found[field.name] = [getattr(m, "__metadata__", (m,))[0] for m in members]
+    return found
 
 
 def _is_a(value: Any, kind: Any) -> bool:

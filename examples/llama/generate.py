@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from examples.llama import checkpoint, fields, hf, trained
+from examples.llama import build, checkpoint, fields, hf
 from examples.llama.config import ConfigError
 from examples.llama.data import DataError
 from examples.llama.model import KVCache, Llama, empty_cache
@@ -89,13 +89,11 @@ class Generator:
         self._tokens = tokens
         self._variables = jax.device_put(variables)
         self._cache = empty_cache(model.config, 1, prompt + tokens)
-        key = jax.random.key(0)
 
         def compiled(tokens: int) -> Any:
             shape = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-            return draw.lower(
-                model, how, self._variables, shape, self._cache, key
-            ).compile()
+            operands = self._variables, shape, self._cache, jax.random.key(0)
+            return draw.lower(model, how, *operands).compile()
 
         self._read, self._step = compiled(prompt), compiled(1)
 
@@ -139,21 +137,26 @@ def write(asked: argparse.Namespace) -> None:
     text = asked.prompt
     if text is None:  # as Python decodes the command line
         text = sys.stdin.buffer.read().decode(errors="surrogateescape")
-    found = trained.load(asked.folder, asked.weights)
+    found = build.load(asked.folder, asked.weights)
     prompt = (found.codec.encode_chat if asked.chat else found.codec.encode)(text)
     config = found.model.config
     _check_prompt(prompt, config.vocab_size, config.max_seq_len)
     tokens = min(asked.tokens, config.max_seq_len - len(prompt))
-    started = time.perf_counter()
+    times = [time.perf_counter()]
     generator = Generator(
         found.model, found.variables, how, prompt=len(prompt), tokens=tokens
     )
-    times = [started, time.perf_counter()]
+    times.append(time.perf_counter())
     if not asked.chat:
         text = to_bytes(text).decode(errors="replace").rstrip(_INCOMPLETE)
         print(text, end="", flush=True)
     drawn = _print(found.codec, prompt, generator(prompt, asked.seed), times)
-    _report(found.weights, len(prompt), times)
+    started, compiled, read, *_ = times
+    speed = f"{found.weights}; compiled in {compiled - started:.1f} s; prompt: "
+    speed += f"{len(prompt)} tokens, {len(prompt) / (read - compiled):,.1f} tokens/s"
+    if (steps := len(times) - 3) > 0:
+        speed += f"; then {steps} tokens, {steps / (times[-1] - read):,.1f} tokens/s"
+    print(speed, file=sys.stderr)
     if drawn == tokens < asked.tokens:
         print(
             f"stopped at the model's longest sequence, {config.max_seq_len} tokens",
@@ -190,15 +193,6 @@ def _print(
     return len(text) - len(prompt)
 
 
-def _report(weights: str, prompt: int, times: list[float]) -> None:
-    started, compiled, read, *_ = times
-    speed = f"{weights}; compiled in {compiled - started:.1f} s; "
-    speed += f"prompt: {prompt} tokens, {prompt / (read - compiled):,.1f} tokens/s"
-    if (steps := len(times) - 3) > 0:
-        speed += f"; then {steps} tokens, {steps / (times[-1] - read):,.1f} tokens/s"
-    print(speed, file=sys.stderr)
-
-
 def _check_prompt(prompt: list[int], vocab_size: int, longest: int) -> None:
     if not prompt:
         raise ConfigError("the prompt is empty: give --prompt a text")
@@ -219,14 +213,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m examples.llama.generate",
         description="Continues a text with a trained model.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "folder",
         type=Path,
         help="folder of a run of examples.llama.train, or of a Hugging Face model; "
         "the exports blockwise_int8 and compressed-tensors are such models",
     )
-    parser.add_argument("--prompt", help="text to continue (default: standard input)")
-    parser.add_argument(
+    add("--prompt", help="text to continue (default: standard input)")
+    add(
         "--chat",
         action="store_true",
         help="take the prompt as a user's message, in the model's chat template",
@@ -240,10 +235,10 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, (kind, default, meaning) in numbers.items():
         text = f"{meaning} (default: {default})"
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-    parser.add_argument(
+        add(f"--{name}", type=kind, default=default, help=text)
+    add(
         "--weights",
-        choices=trained.WEIGHTS,
+        choices=build.WEIGHTS,
         help="what projections multiply by (default: the INT8 codes of a run with an "
         "INT8 recipe, which fbq_jax.freeze makes; else floats)",
     )

@@ -42,14 +42,8 @@ PARAMETERS: dict[tuple[str, ...], tuple[str | None, ...]] = {
     ("lm_head", "kernel"): ("embed", "vocab"),
 }
 # The mesh axes that shard each logical axis.
-RULES = {
-    "batch": ("data", "fsdp"),
-    "embed": ("fsdp",),
-    "heads": ("tensor",),
-    "mlp": ("tensor",),
-    "expert": ("tensor",),
-    "vocab": ("tensor",),
-}
+RULES = {"batch": ("data", "fsdp"), "embed": ("fsdp",)}
+RULES |= dict.fromkeys(("heads", "mlp", "expert", "vocab"), ("tensor",))
 
 # The options that select devices and processes.
 PARSER = argparse.ArgumentParser(add_help=False)
@@ -96,9 +90,10 @@ def join(argv: Sequence[str]) -> None:
 
 
 def make(text: str) -> Mesh | None:
-    """Builds the mesh that --mesh describes; None stands for one device.
+    """Builds the mesh that --mesh describes, such as ``"data=2,fsdp=4"``.
 
-    Raises MeshError, also if the number of devices does not fit.
+    No text stands for one device, None. Raises MeshError, also if the number of devices
+    does not fit.
     """
     processes, devices = jax.process_count(), jax.devices()
     if not text:
@@ -107,7 +102,15 @@ def make(text: str) -> Mesh | None:
                 "several processes need a --mesh that covers all of their devices"
             )
         return None
-    sizes = parse(text)
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
+            raise MeshError(
+                f"mesh takes sizes for {', '.join(AXES)}, such as data=2,fsdp=4; got "
+                f"{text!r}"
+            )
+        sizes[name] = int(size)
     needed = math.prod(sizes.values())
     if needed > len(devices) or (processes > 1 and needed < len(devices)):
         raise MeshError(f"mesh {text} needs {needed} devices, got {len(devices)}")
@@ -117,20 +120,6 @@ def make(text: str) -> Mesh | None:
         axis_types=(AxisType.Auto,) * len(sizes),
         devices=devices[:needed],
     )
-
-
-def parse(text: str) -> dict[str, int]:
-    """Returns the sizes by axis that --mesh describes, such as ``"data=2,fsdp=4"``."""
-    sizes: dict[str, int] = {}
-    for part in text.split(",") if text else ():
-        name, _, size = part.partition("=")
-        if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
-            raise MeshError(
-                f"mesh takes sizes for {', '.join(AXES)}, such as data=2,fsdp=4; got "
-                f"{text!r}"
-            )
-        sizes[name] = int(size)
-    return sizes
 
 
 def use(devices: Mesh | None) -> AbstractContextManager[Any]:
@@ -234,8 +223,6 @@ def wait(name: str) -> None:
 
 def from_first(number: int) -> int:
     """Returns the first process's number; the same value in all processes."""
-    if jax.process_count() == 1:
-        return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,10 +38,8 @@ class MetricsLog:
     """Writes one JSON object per step, each on its own line, without buffering.
 
     Numbers that are not finite are written as null, because JSON cannot express them.
-
-    Attributes:
-        missing: The number of steps up to `after_step` that have no record.
-        moved: The number of lines that moved to `metrics.repeated.jsonl`.
+    `missing` counts the steps up to `after_step` that have no record, and `moved` the
+    lines that moved to `metrics.repeated.jsonl`.
     """
 
     def __init__(self, path: Path, after_step: int) -> None:
@@ -73,10 +71,8 @@ class MetricsLog:
         with self._named_errors():
             self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         with self._named_errors():
             self._file.close()
 
@@ -152,8 +148,7 @@ def summarize(out: Path) -> Summary:
     records = read(out / "metrics.jsonl")
 
     def values(name: str) -> list[float]:
-        found = (record.get(name) for record in records)
-        return [value for value in found if value is not None]
+        return [x for record in records if (x := record.get(name)) is not None]
 
     mfu = values("mfu")
     return Summary(
@@ -183,32 +178,25 @@ def report(out: Path) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    """Describes the device, the host and the versions that numbers come from."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "host": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": versions("jax", "flax", "optax"),
-    }
-
-
 def versions(*packages: str) -> dict[str, str]:
     """Returns the versions of Python, of packages and of this library."""
     found = {package: version(package) for package in packages}
     # The library need not be installed.
-    return {
-        "python": platform.python_version(),
-        **found,
-        "fbq-jax": fbq_jax.__version__,
-    }
+    own = {"fbq-jax": fbq_jax.__version__}
+    return {"python": platform.python_version(), **found, **own}
 
 
 def write_comparison(runs: list[Path], path: Path) -> None:
     """Writes the summaries of finished runs, their options and the machine as JSON."""
-    summaries = {out.name: asdict(summarize(out)) for out in runs}
     options = json.loads((runs[0] / "config.json").read_text())
     del options["recipe"]
-    comparison = {**machine(), "options": options, "runs": summaries}
+    comparison = {
+        "device": jax.devices()[0].device_kind,
+        "host": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions("jax", "flax", "optax"),
+        "options": options,
+        "runs": {out.name: asdict(summarize(out)) for out in runs},
+    }
     text = json.dumps(_plain(comparison), indent=2, allow_nan=False)
     atomic.write(path, text + "\n")
 

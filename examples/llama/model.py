@@ -1,8 +1,7 @@
 """A Llama in Flax Linen, with the settings of the families that descend from it.
 
-They are Llama 2 and 3, Qwen2, Qwen3, Mistral, Phi-3, SmolLM3, Gemma 2 and Gemma 3, and
-the mixtures of experts Mixtral and Qwen3-MoE. `LlamaConfig` has a setting for each
-difference between them, and `hf/families.py` lists the settings of each family.
+`LlamaConfig` has a setting for each difference between them, and `hf/families.py` lists
+the settings of each family.
 
 The argument ``dot_general`` computes all projections of a layer:
 
@@ -44,7 +43,7 @@ from examples.llama.projections import (
     norm,
     norm_dense,
 )
-from examples.llama.rotary import rotary_tables, rotate
+from examples.llama.rotary import rotate
 
 # The collections that have an axis of layers. FallbackDot keeps its state in "fallback"
 # by default, and "_overwrite_with_gradient" is Flax's transport, for
@@ -73,7 +72,7 @@ def empty_cache(config: LlamaConfig, batch: int, size: int) -> KVCache:
     return KVCache(keys, values, jnp.zeros((), jnp.int32))
 
 
-# The cosines and sines of `rotary_tables`; keys and values of one layer in a cache.
+# Cosines and sines; keys and values of one layer in a cache.
 _Tables = tuple[jax.Array, jax.Array]
 _Cached = tuple[jax.Array, jax.Array] | None
 
@@ -113,18 +112,6 @@ class Attention(nn.Module):
             k = lax.dynamic_update_slice_in_dim(cached[0], k, start, axis=1)
             v = lax.dynamic_update_slice_in_dim(cached[1], v, start, axis=1)
             cached = k, v
-        out = dense(config, self.dot_general)(config.hidden_size, name="out")
-        return out(self._attend(q, k, v, kind, start)), cached
-
-    def _attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        kind: jax.Array | None,
-        start: jax.Array | None,
-    ) -> jax.Array:
-        config = self.config
         attend: Any = attention.attend
         if start is not None:
             attend = functools.partial(attention.attend_cached, start=start)
@@ -136,8 +123,11 @@ class Attention(nn.Module):
         # cuDNN takes windows that the compiler knows.
         branches = [functools.partial(attend, window=window) for window in windows]
         if len(set(windows)) == 1:
-            return branches[0](q, k, v)
-        return lax.switch(kind, branches, q, k, v)
+            y = branches[0](q, k, v)
+        else:
+            y = lax.switch(kind, branches, q, k, v)
+        out = dense(config, self.dot_general)(config.hidden_size, name="out")
+        return out(y), cached
 
 
 class Layer(nn.Module):
@@ -159,7 +149,7 @@ class Layer(nn.Module):
 
         Args:
             x: An array [B, S, hidden].
-            tables: The result of `rotary_tables`.
+            tables: The result of ``config.rotary_tables``.
             kind: The layer's index into ``config.distinct_kinds()``, an int32 scalar;
                 None if all layers are of one kind.
             cached: The layer's keys and values in a cache, [B, T, kv_heads, head_dim]
@@ -249,9 +239,13 @@ class Llama(nn.Module):
             unroll=config.num_layers if config.unroll else 1,
         )(config, self.dot_general, name="layers")
         start = None if cache is None else cache.length
-        tables = rotary_tables(config, tokens.shape[1], start)
+        tables = config.rotary_tables(tokens.shape[1], 0 if start is None else start)
         cached = None if cache is None else (cache.keys, cache.values)
-        x, cached = layers(x, tables, _kinds(config), cached, start)
+        kinds = None
+        if len(distinct := config.distinct_kinds()) > 1:
+            indices = [distinct.index(kind) for kind in config.layer_kinds()]
+            kinds = jnp.asarray(indices, jnp.int32)
+        x, cached = layers(x, tables, kinds, cached, start)
 
         x = norm(config, "norm")(x if cache is None else x[:, -1:])
         if config.tie_embeddings:
@@ -266,15 +260,6 @@ class Llama(nn.Module):
         assert cached is not None
         keys, values = cached
         return logits, KVCache(keys, values, cache.length + tokens.shape[1])
-
-
-def _kinds(config: LlamaConfig) -> jax.Array | None:
-    """The index of each layer's kind; None if all layers are of one kind."""
-    distinct = config.distinct_kinds()
-    if len(distinct) == 1:
-        return None
-    kinds = [distinct.index(kind) for kind in config.layer_kinds()]
-    return jnp.asarray(kinds, jnp.int32)
 
 
 def _check_tokens(tokens: jax.Array, max_seq_len: int) -> None:

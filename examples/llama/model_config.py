@@ -4,23 +4,17 @@ import dataclasses
 import reprlib
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from examples.llama import fields
 from examples.llama.fields import FromOne, FromZero, Positive, Range, Size
-from examples.llama.rope_scaling import RopeScaling, YarnScaling
+from examples.llama.rotary import Rope, RopeScaling, YarnScaling, rotary_tables
 from fbq_jax import Routing, nonlinear
 
 SavedBits = Annotated[int, Range(int, nonlinear.BITS[0], nonlinear.BITS[-1])]
 # What a layer recomputes in the backward pass; see `LlamaConfig.remat`.
 Remat = Literal["none", "codes", "full"]
-
-
-class Rope(NamedTuple):
-    """A rotation: the base of its frequencies, and their scaling."""
-
-    theta: float
-    scaling: RopeScaling | None
 
 
 class LayerKind(NamedTuple):
@@ -38,57 +32,6 @@ class LayerKind(NamedTuple):
 class LlamaConfig:
     """The sizes and numerics of a Llama.
 
-    Attributes:
-        vocab_size: The number of tokens in the vocabulary.
-        hidden_size: The width of the residual stream.
-        intermediate_size: The width of the MLP; of each expert, if there are experts.
-        num_layers: The number of layers.
-        num_heads: The number of query heads.
-        num_kv_heads: The number of key and value heads, a divisor of ``num_heads``.
-        head_dim: The width of one head, an even number; None means
-            ``hidden_size / num_heads``.
-        max_seq_len: The longest sequence that the model accepts, in tokens.
-        rope_theta: The base of the rotary frequencies.
-        rope_scaling: How the rotary frequencies are stretched to a longer context.
-        local_rope_theta: The base of the rotary frequencies, unscaled, in the layers
-            with a sliding window; None means those of all layers.
-        nope_layers: The layers that do not rotate queries and keys.
-        sliding_window: The keys that a query sees, up to and including its own, in
-            ``sliding_layers``; None stands for all of them.
-        sliding_layers: The layers with a sliding window; None means every layer.
-        norm_eps: The constant that RMSNorm adds to the mean square.
-        unit_offset_norms: Whether norms multiply by ``1 + scale`` instead of ``scale``.
-        post_norms: Whether norms also follow attention and the MLP, before the skip
-            connection.
-        qk_norm: Whether queries and keys are normalized, each head by itself.
-        qkv_bias: Whether the QKV projection has a bias.
-        query_pre_attn_scalar: Attention's scores are divided by its square root; None
-            means ``head_dim``.
-        attn_softcap: Scores become ``cap * tanh(score / cap)``; None leaves them.
-        logit_softcap: The same for the logits.
-        activation: The function that the MLP applies to its gate: ``"silu"`` or
-            ``"gelu_tanh"``, the tanh approximation of GELU.
-        num_experts: The experts that take the place of each MLP; None for one MLP.
-        top_k: The experts of each token.
-        renormalize: Whether the weights of a token's experts are divided by their sum.
-        router_aux_loss_coef: The weight in training of the loss that balances the
-            experts of a layer, ``num_experts * sum(f * p)``. As transformers counts it,
-            f is the share of the tokens that select an expert, and sums to ``top_k``; p
-            is the expert's mean probability.
-        embed_scale: Multiplies the embeddings that enter the first layer.
-        tie_embeddings: Whether the head shares the embedding table.
-        dtype: The dtype of the computation, ``jnp.bfloat16`` or ``jnp.float32``.
-            Parameters are float32 in either case.
-        remat: What each layer saves for the backward pass. ``"none"`` saves everything
-            that the backward pass reads. ``"codes"`` saves the layer's input, the INT8
-            codes of quantized operands and the packed codes of ``saved_bits``.
-            ``"full"`` saves the layer's input only. The rest is recomputed.
-        unroll: Whether each layer is compiled by itself. A loop over the layers takes
-            less time to compile, but copies what a layer saves into a stack, and in the
-            backward pass out of it.
-        saved_bits: The bits per value that norms and gates save for the backward pass;
-            10 have no measurable effect on training. None saves autodiff's floats.
-
     Raises:
         ValueError: A field has another type or is out of range. The message names the
             field and what it accepts.
@@ -96,43 +39,62 @@ class LlamaConfig:
 
     vocab_size: Size
     hidden_size: Size
-    intermediate_size: Size
+    intermediate_size: Size  # of the MLP; of each expert, if there are experts
     num_layers: Size
-    num_heads: Size
-    num_kv_heads: Size
+    num_heads: Size  # of queries
+    num_kv_heads: Size  # a divisor of num_heads
+    # An even number; None means hidden_size / num_heads.
     head_dim: Size = None  # type: ignore[assignment]  # __post_init__ makes it an int
-    max_seq_len: Size = 8192
-    rope_theta: FromOne = 10000.0
-    rope_scaling: RopeScaling | None = None
+    max_seq_len: Size = 8192  # the longest sequence that the model accepts, in tokens
+
+    rope_theta: FromOne = 10000.0  # the base of the rotary frequencies
+    rope_scaling: RopeScaling | None = None  # how they are stretched
+    # The base, unscaled, in the layers with a window; None means that of all layers.
     local_rope_theta: FromOne | None = None
-    nope_layers: tuple[int, ...] = ()
+    nope_layers: tuple[int, ...] = ()  # those that do not rotate queries and keys
+    # The keys that a query sees, up to and including its own, in the sliding layers;
+    # None stands for all keys and for every layer.
     sliding_window: Size | None = None
     sliding_layers: tuple[int, ...] | None = None
-    norm_eps: Positive = 1e-5
-    unit_offset_norms: bool = False
-    post_norms: bool = False
-    qk_norm: bool = False
+
+    norm_eps: Positive = 1e-5  # what RMSNorm adds to the mean square
+    unit_offset_norms: bool = False  # norms multiply by 1 + scale instead of scale
+    post_norms: bool = False  # norms also before the skip connections
+    qk_norm: bool = False  # normalizes queries and keys, each head by itself
     qkv_bias: bool = False
+    # Scores are divided by its square root; None means head_dim.
     query_pre_attn_scalar: Positive | None = None
-    attn_softcap: Positive | None = None
+    attn_softcap: Positive | None = None  # scores become cap * tanh(score / cap)
     logit_softcap: Positive | None = None
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    num_experts: Size | None = None
-    top_k: Size = 2
-    renormalize: bool = True
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+
+    num_experts: Size | None = None  # in place of each MLP; None for one MLP
+    top_k: Size = 2  # the experts of each token
+    renormalize: bool = True  # a token's experts have weights that sum to 1
+    # The weight in training of the loss that balances the experts of a layer,
+    # num_experts * sum(f * p). As transformers counts it, f is the share of the tokens
+    # that select an expert, and sums to top_k; p is the expert's mean probability.
     router_aux_loss_coef: FromZero = 0.01
-    embed_scale: Positive = 1.0
-    tie_embeddings: bool = False
-    dtype: Any = jnp.bfloat16
+
+    embed_scale: Positive = 1.0  # multiplies the embeddings that enter the first layer
+    tie_embeddings: bool = False  # the head shares the embedding table
+    dtype: Any = jnp.bfloat16  # or float32; parameters are float32 in either case
+    # What each layer saves for the backward pass, which recomputes the rest: "none"
+    # saves all that it reads, "codes" the layer's input, the INT8 codes of quantized
+    # operands and the packed codes of saved_bits, "full" the input only.
     remat: Remat = "none"
+    # Compiles each layer by itself. A loop over the layers takes less time to compile,
+    # but copies what a layer saves into a stack, and in the backward pass out of it.
     unroll: bool = False
+    # The bits per value that norms and gates save for the backward pass; 10 have no
+    # measurable effect on training. None saves autodiff's floats.
     saved_bits: SavedBits | None = None
 
     def __post_init__(self) -> None:
         fields.check(self)
-        self._check_divides("num_kv_heads", "num_heads")
+        fields.check_divides(self, "num_kv_heads", "num_heads")
         if self.head_dim is None:
-            self._check_divides("num_heads", "hidden_size")
+            fields.check_divides(self, "num_heads", "hidden_size")
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         self._check_attention()
         if self.num_experts is not None:
@@ -157,32 +119,29 @@ class LlamaConfig:
         rope = local = Rope(self.rope_theta, self.rope_scaling)
         if self.local_rope_theta is not None:
             local = Rope(self.local_rope_theta, None)
-        layers = range(self.num_layers)
-        sliding = layers if self.sliding_layers is None else self.sliding_layers
-        if self.sliding_window is None:
-            sliding = ()
-        return tuple(
-            LayerKind(
-                self.sliding_window if layer in sliding else None,
-                None
-                if layer in self.nope_layers
-                else local
-                if layer in sliding
-                else rope,
+
+        def kind(layer: int) -> LayerKind:
+            slides = self.sliding_window is not None and (
+                self.sliding_layers is None or layer in self.sliding_layers
             )
-            for layer in layers
-        )
+            rotation = local if slides else rope
+            return LayerKind(
+                self.sliding_window if slides else None,
+                None if layer in self.nope_layers else rotation,
+            )
+
+        return tuple(map(kind, range(self.num_layers)))
 
     def distinct_kinds(self) -> tuple[LayerKind, ...]:
         """Returns the kinds that some layer has, in the order of the first layers."""
         return tuple(dict.fromkeys(self.layer_kinds()))
 
-    def _check_divides(self, name: str, other: str) -> None:
-        divisor, number = getattr(self, name), getattr(self, other)
-        if number % divisor:
-            raise ValueError(
-                f"{name} takes a divisor of {other} ({number}), got {divisor}"
-            )
+    def rotary_tables(
+        self, seq_len: int, start: jax.Array | int = 0
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns `rotary.rotary_tables` of the kinds of layers."""
+        ropes = [kind.rope for kind in self.distinct_kinds()]
+        return rotary_tables(ropes, self.head_dim, seq_len, start)
 
     def _check_attention(self) -> None:
         if self.head_dim % 2:

@@ -29,29 +29,21 @@ Records = list[dict[str, Any]]
 
 
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
-    """Draws `curves.png` from the `metrics.jsonl` of a run.
+    """Draws `curves.png` from the `metrics.jsonl` of a run; None is bf16 or FP8.
 
     The top shows the losses. For a recipe with fallback, a row below has a panel for
     each projection, with the fallback rate of every layer and the target range. For a
     mixture of experts the last row shows how unequal their load is over the steps, and
     the load and fallback rates of each expert in each layer at the end.
-
-    Args:
-        run: The folder of the run.
-        recipe: The recipe of the run; None for bf16 and FP8.
     """
     records = metrics.read(run / "metrics.jsonl")
-    # Only an edited file has records of several models; the last one counts.
-    loads = _alike(
-        [r for r in records if "expert_load" in r], lambda r: r["expert_load"]
-    )
-    has_rates = recipe is not None and recipe.criterion is not None
-    rows = 1 + has_rates + bool(loads)
+    loads = _alike(records, lambda r: r.get("expert_load"))
+    target = None if recipe is None or not recipe.criterion else recipe.target_rate
+    rows = 1 + (target is not None) + bool(loads)
     figure = Figure(figsize=(10, 1 + 3 * rows), layout="constrained")
     above, *below = figure.subfigures(rows, 1, squeeze=False, hspace=0.04)[:, 0]
-    if has_rates:
-        assert recipe is not None
-        _draw_rates(below[0], records, recipe.target_rate)
+    if target is not None:
+        _draw_rates(below[0], records, target)
     if loads:
         _draw_experts(below[-1], loads)
 
@@ -68,17 +60,8 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
 
     The names of their folders label the curves.
     """
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    losses.set(
-        title="Loss (legend: mean of the last 20 steps; circles: validation)",
-        ylabel="nats per token",
-    )
-    differences.set(
-        title=f"Training loss minus {runs[0].name}'s, smoothed",
-        xlabel="step",
-        ylabel="nats per token",
-    )
+    title = "Loss (legend: mean of the last 20 steps; circles: validation)"
+    figure, losses, differences = loss_panels(title, runs[0].name)
     run_records = [metrics.read(run / "metrics.jsonl") for run in runs]
     baseline = {record["step"]: record.get("loss") for record in run_records[0]}
     final = [metrics.summarize(run).loss for run in runs]
@@ -98,6 +81,16 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     save(figure, path)
 
 
+def loss_panels(title: str, baseline: str) -> tuple[Figure, Axes, Axes]:
+    """Returns a figure with axes for losses, and for differences from a run's."""
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    losses.set(title=title, ylabel="nats per token")
+    title = f"Training loss minus {baseline}'s, smoothed"
+    differences.set(title=title, xlabel="step", ylabel="nats per token")
+    return figure, losses, differences
+
+
 def _draw_loss(axes: Axes, records: Records, **line: Any) -> None:
     steps, loss = _column(records, "step"), _column(records, "loss")
     axes.plot(steps, loss, color=line["color"], linewidth=0.7, alpha=0.3)
@@ -111,7 +104,11 @@ def _draw_validation(axes: Axes, records: Records, **line: Any) -> None:
 
 
 def _alike(records: Records, value_of: Any) -> Records:
-    """The records whose value has the shapes of the last one's."""
+    """The records with a value of the shapes of the last one's.
+
+    Only an edited file has records of several models; the last one counts.
+    """
+    records = [record for record in records if value_of(record)]
     shapes = [jax.tree.map(np.shape, value_of(record)) for record in records]
     return [r for r, shape in zip(records, shapes, strict=True) if shape == shapes[-1]]
 
@@ -120,11 +117,10 @@ def _draw_rates(
     figure: SubFigure, records: Records, target: tuple[float, float]
 ) -> None:
     def rates_of(record: dict[str, Any]) -> dict[str, Any]:
-        layers = record["fallback"].items()
+        layers = record.get("fallback", {}).items()
         return {name: np.array(layer["rate"], np.float64) for name, layer in layers}
 
-    records = _alike([r for r in records if r.get("fallback")], rates_of)
-    if not records:
+    if not (records := _alike(records, rates_of)):
         return
     steps, rates = _column(records, "step"), [rates_of(record) for record in records]
     panels = figure.subplots(1, len(rates[0]), sharey=True, squeeze=False)[0]
@@ -168,7 +164,7 @@ def _draw_experts(figure: SubFigure, records: Records) -> None:
         for name, layer in record.get("fallback", {}).items():
             if np.shape(rates := layer.get("expert_rates")) == load.shape:
                 found.setdefault(name, []).append(rates)
-    busiest, panel, *panels = figure.subplots(1, 2 + len(found), squeeze=False)[0]
+    busiest, panel, *panels = figure.subplots(1, 2 + len(found))
     _draw_layers(busiest, _column(records, "step"), relative.max(axis=-1))
     busiest.set(title="largest load / mean", ylim=(1, None))
     # White is the mean of the layer.

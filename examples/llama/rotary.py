@@ -1,44 +1,147 @@
-"""Rotary position embeddings (RoPE)."""
+"""Rotary position embeddings (RoPE), and how they are stretched to a longer context."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.llama.model_config import LlamaConfig, Rope
+from examples.llama import fields
+from examples.llama.fields import FromOne, Positive, Size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """All rotations are slowed down by ``factor`` (arXiv 2306.15595)."""
+
+    attention_factor: ClassVar[float] = 1.0
+    factor: FromOne
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+
+    def scale(self, frequencies: np.ndarray) -> np.ndarray:
+        """Returns the scaled rotation frequencies, in radians per token."""
+        return frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """The scaling of Llama 3.1.
+
+    Rotations that complete more than ``high_freq_factor`` turns in the original context
+    keep their frequency, those with fewer than ``low_freq_factor`` are slowed down by
+    ``factor``. In between, the scale is interpolated in the number of turns.
+    """
+
+    attention_factor: ClassVar[float] = 1.0
+    factor: FromOne
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Size
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                "high_freq_factor takes a number above low_freq_factor "
+                f"({self.low_freq_factor}), got {self.high_freq_factor}"
+            )
+
+    def scale(self, frequencies: np.ndarray) -> np.ndarray:
+        """Returns the scaled rotation frequencies, in radians per token."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
+        transition = self.high_freq_factor - self.low_freq_factor
+        unscaled = np.clip((turns - self.low_freq_factor) / transition, 0, 1)
+        return frequencies * (unscaled + (1 - unscaled) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071).
+
+    Rotations that complete more than ``beta_fast`` turns in the original context keep
+    their frequency, those with fewer than ``beta_slow`` are slowed down by ``factor``.
+    In between, the scale is interpolated in the channel, from whole channels if
+    ``truncate`` is true. ``attention_factor`` multiplies cosines and sines; None means
+    ``0.1 * log(factor) + 1``.
+    """
+
+    factor: FromOne
+    original_max_position_embeddings: Size
+    attention_factor: Positive = None  # type: ignore[assignment]  # becomes a float
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+        if self.attention_factor is None:
+            factor = 0.1 * math.log(self.factor) + 1
+            object.__setattr__(self, "attention_factor", factor)
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast takes a number of at least beta_slow ({self.beta_slow}), "
+                f"got {self.beta_fast}"
+            )
+
+    def scale(self, frequencies: np.ndarray) -> np.ndarray:
+        """Returns scaled frequencies; they fall geometrically from 1."""
+        turns = np.array([self.beta_fast, self.beta_slow])
+        limits = 2 * np.pi * turns / self.original_max_position_embeddings
+        first, last = np.log(limits) / np.log(frequencies[1])
+        if self.truncate:
+            first, last = np.floor(first), np.ceil(last)
+        # The upper limit is that of transformers: twice the number of frequencies.
+        first, last = max(first, 0.0), min(last, 2 * frequencies.size - 1.0)
+        if first == last:
+            last += 0.001
+        channels = np.arange(frequencies.size)
+        slowed = np.clip((channels - first) / (last - first), 0, 1)
+        return frequencies * (1 - slowed + slowed / self.factor)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+class Rope(NamedTuple):
+    """A rotation: the base of its frequencies, and their scaling."""
+
+    theta: float
+    scaling: RopeScaling | None
 
 
 def rotary_tables(
-    config: LlamaConfig, seq_len: int, start: jax.Array | None = None
+    ropes: Sequence[Rope | None], head_dim: int, seq_len: int, start: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cosines and sines of the rotary angles from position ``start`` on.
 
     Returns:
-        Two float32 arrays of shape [kinds, seq_len, 1, head_dim / 2], for each of
-        ``config.distinct_kinds()``. The angles of a kind without rotation are 0.
+        Two float32 arrays of shape [ropes, seq_len, 1, head_dim / 2]. The angles of
+        None are 0.
     """
-    kinds = config.distinct_kinds()
-    ropes = [_frequencies(kind.rope, config.head_dim) for kind in kinds]
+    frequencies, factors = [], []
+    for rope in ropes:
+        frequency, factor = np.zeros(head_dim // 2), 1.0
+        if rope is not None:
+            frequency = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+            if rope.scaling is not None:
+                frequency = rope.scaling.scale(frequency)
+                factor = rope.scaling.attention_factor
+        frequencies.append(frequency)
+        factors.append(factor)
     positions = jnp.arange(seq_len, dtype=jnp.float32)
-    if start is not None:
-        positions += start.astype(jnp.float32)
-    frequencies = jnp.asarray([frequencies for frequencies, _ in ropes], jnp.float32)
-    angles = (positions[None, :, None] * frequencies[:, None])[:, :, None]
+    positions += jnp.asarray(start, jnp.float32)
+    turned = jnp.asarray(np.array(frequencies), jnp.float32)
+    angles = (positions[None, :, None] * turned[:, None])[:, :, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if all(factor == 1 for _, factor in ropes):
+    if all(factor == 1 for factor in factors):
         return cos, sin
-    factors = jnp.asarray([factor for _, factor in ropes], jnp.float32)
-    factors = factors[:, None, None, None]
-    return cos * factors, sin * factors
-
-
-def _frequencies(rope: Rope | None, head_dim: int) -> tuple[np.ndarray, float]:
-    """The frequencies [head_dim / 2] of a rotation, and the factor of its tables."""
-    if rope is None:
-        return np.zeros(head_dim // 2), 1.0
-    frequencies = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    if rope.scaling is None:
-        return frequencies, 1.0
-    return rope.scaling.scale(frequencies), rope.scaling.attention_factor
+    scales = jnp.asarray(factors, jnp.float32)[:, None, None, None]
+    return cos * scales, sin * scales
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:

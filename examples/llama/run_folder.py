@@ -57,8 +57,7 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
             f"{out} holds metrics or checkpoints of a run without its config.json: put "
             "it back, or choose another folder with --out"
         )
-    data = None if config.data is None else Path(config.data).resolve()
-    if data is not None and out.resolve().is_relative_to(data):
+    if config.data and out.resolve().is_relative_to(Path(config.data).resolve()):
         raise RunError(
             f"{out} is inside the data, {config.data}, which the files of the run "
             "would change; choose another folder with --out"
@@ -78,13 +77,12 @@ def enter_folder(
         ConfigError: The resumed run has other data, or options that it must not change.
         RunError: The folder cannot be created, or another process is in it.
     """
-    try:
+    with _named_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / ".lock").open("ab")
-    except OSError as error:
-        raise _unusable(out, error) from error
     with lock:
-        _lock(lock.fileno(), out)
+        with _named_errors(out):
+            _lock(lock.fileno(), out)
         check_folder(out, config, resume)  # again: another run may have come and gone
         if resume:
             _check_same_run(out, config, corpus)
@@ -104,7 +102,7 @@ def _lock(file: int, out: Path) -> None:
         ) from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise _unusable(out, error) from error
+            raise
         print(
             f"warning: the file system of {out} has no locks ({error.strerror}): do "
             "not start another run in this folder",
@@ -112,8 +110,12 @@ def _lock(file: int, out: Path) -> None:
         )
 
 
-def _unusable(out: Path, error: OSError) -> RunError:
-    return RunError(f"{out} cannot be a run's folder: {error.strerror}")
+@contextmanager
+def _named_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{out} cannot be a run's folder: {error.strerror}") from error
 
 
 def _options(config: Config, corpus: Corpus) -> dict[str, Any]:
@@ -143,13 +145,11 @@ def write_options(out: Path, config: Config, corpus: Corpus) -> None:
     A resumed run, whose options may have changed, writes them when it has looked for
     its checkpoints, which were written with the former options.
     """
-    try:
+    with _named_errors(out):
         if config.save_every:  # before the run exists: no run lacks the folder
             checkpoints(out).mkdir(exist_ok=True)
         text = json.dumps(_options(config, corpus), indent=2)
         atomic.write(out / "config.json", text + "\n")
-    except OSError as error:
-        raise _unusable(out, error) from error
 
 
 def read_config(out: Path) -> Config:

@@ -39,22 +39,13 @@ PyTree = Any
 
 @flax.struct.dataclass
 class TrainState:
-    """The state that a step updates and a checkpoint stores.
+    """The state that a step updates and a checkpoint stores."""
 
-    Attributes:
-        step: The number of steps taken, int32 [].
-        params: The master weights, float32.
-        fallback: The state of INT8 layers; empty if there are none.
-        overwritten: The state of FP8 layers with delayed scaling; empty if there are
-            none.
-        opt_state: The optimizer's moments, float32.
-    """
-
-    step: jax.Array
-    params: PyTree
-    fallback: PyTree
-    overwritten: PyTree
-    opt_state: optax.OptState
+    step: jax.Array  # the number of steps taken, int32 []
+    params: PyTree  # the master weights, float32
+    fallback: PyTree  # the state of INT8 layers; empty if there are none
+    overwritten: PyTree  # the state of FP8 layers with delayed scaling, or empty
+    opt_state: optax.OptState  # the optimizer's moments, float32
 
     def variables(self) -> dict[str, PyTree]:
         """Returns the variables of the model."""
@@ -214,12 +205,7 @@ def _accumulate(
     value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
     codes: dict[str, PyTree] = {}
     if tokens.shape[0] > 1 and isinstance(model.dot_general, FallbackDot):
-        variables = {
-            "params": state.params,
-            OVERWRITE_WITH_GRADIENT: state.overwritten,
-            "fallback": state.fallback,
-        }
-        codes = quantize_weights_once(model, variables, tokens[0][:, :-1])
+        codes = quantize_weights_once(model, state.variables(), tokens[0][:, :-1])
 
     def microbatch(carry: _Carry, tokens: jax.Array) -> tuple[_Carry, dict[str, Any]]:
         fallback, overwritten, total = carry
@@ -261,11 +247,10 @@ def _expert_metrics(
 ) -> tuple[jax.Array | float, dict[str, Any]]:
     """What experts add to the loss, and their metrics; without experts, 0 and no rates.
 
-    The metrics are the losses before they are weighted, means over the layers:
-    "load_balance", which is 1 if the load and the probabilities of all experts are
-    equal, and "router_z"; "expert_load", the tokens that selected each expert, int32
-    [layers, experts]; and "expert_rates", the fallback rates by projection, float32
-    [layers, experts].
+    The losses are unweighted means over the layers; "load_balance" is 1 if the load and
+    the probabilities of all experts are equal. "expert_load" counts the tokens that
+    selected each expert, int32 [layers, experts], and "expert_rates" has the fallback
+    rates by projection, float32 [layers, experts].
     """
     if config.num_experts is None:
         return 0.0, {"expert_rates": {}}

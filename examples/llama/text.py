@@ -1,6 +1,5 @@
 """Text to tokens and back, for generation and for the models that runs export."""
 
-import functools
 import json
 import tempfile
 import time
@@ -66,6 +65,12 @@ class TokenizerOf:
         if tokenizer is None:
             raise RunError(f"{folder} has no {TOKENIZER}, which turns text into tokens")
         self._folder, self._tokenizer = folder, tokenizer
+        # The texts of special tokens by their role, such as "bos_token".
+        self._special: dict[str, str] = {}
+        for role, token in self._read("tokenizer_config.json").items():
+            content = token.get("content") if isinstance(token, dict) else token
+            if role.endswith("_token") and isinstance(content, str):
+                self._special[role] = content
         self.stops = self._find_stops()
 
     def encode(self, text: str) -> list[int]:
@@ -85,7 +90,7 @@ class TokenizerOf:
         """
         _check_characters(text)
         messages = [{"role": "user", "content": text}]
-        prompt = _render(self._template(), messages=messages, **self._special_tokens)
+        prompt = _render(self._template(), messages=messages, **self._special)
         return self._tokenizer.encode(prompt, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
@@ -95,16 +100,6 @@ class TokenizerOf:
     def _read(self, name: str) -> dict[str, Any]:
         file = self._folder / name
         return read_json(file) if file.is_file() else {}
-
-    @functools.cached_property
-    def _special_tokens(self) -> dict[str, str]:
-        """The texts of special tokens by their role, such as "bos_token"."""
-        tokens = {}
-        for role, token in self._read("tokenizer_config.json").items():
-            text = token.get("content") if isinstance(token, dict) else token
-            if role.endswith("_token") and isinstance(text, str):
-                tokens[role] = text
-        return tokens
 
     def _find_stops(self) -> frozenset[int]:
         for name in ("generation_config.json", "config.json"):
@@ -118,7 +113,7 @@ class TokenizerOf:
                     f"them, got {json.dumps(ids)}"
                 )
             return frozenset(ids)
-        end = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+        end = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         return frozenset() if end is None else frozenset({end})
 
     def _template(self) -> str:
@@ -194,12 +189,10 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     if config.from_hf is not None:
         yield Path(config.from_hf)
         return
-    data = None if config.data is None else Path(config.data)
-    ids: dict[str, Any] = {}
-    if data is not None and is_token_ids(data):
-        tokenizer = load_tokenizer(tokenizer_folder(data))
-    else:
-        tokenizer, ids = byte_tokenizer(), {"eos_token_id": SEPARATOR[0]}
+    tokenizer: Tokenizer | None = byte_tokenizer()
+    ids: dict[str, Any] = {"eos_token_id": SEPARATOR[0]}
+    if config.data is not None and is_token_ids(data := Path(config.data)):
+        tokenizer, ids = load_tokenizer(tokenizer_folder(data)), {}
     if tokenizer is None:
         yield None
         return

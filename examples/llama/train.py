@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import jax
 
@@ -46,25 +46,16 @@ MODEL_SIZES = ("hidden", "ffn", "layers", "heads", "kv_heads", "experts", "top_k
 
 
 class Command(NamedTuple):
-    """What the command line asks for.
+    """What the command line asks for."""
 
-    Attributes:
-        out: The folder of the run, or of the runs of a comparison.
-        resume: Whether to continue the run in `out`.
-        compare: The recipes to train one after another; empty for a single run.
-        export: The format to export the trained model in; None exports nothing.
-        mesh: The devices to train on, in the format of `mesh.make`.
-        given: The options of `Config` that the command line sets, by name. They are
-            apart from the defaults, because a resumed run takes all others from its own
-            folder.
-        defaults: Values of options that the command line does not set.
-    """
-
-    out: Path
+    # The folder of each run; with --compare, and its recipe.
+    runs: dict[Path, dict[str, str]]
+    out: Path  # the folder of the run, or of the runs of a comparison
     resume: bool
-    compare: tuple[str, ...]
-    export: str | None
-    mesh: str
+    export: str | None  # the format to export the trained model in
+    mesh: str  # the devices to train on, in the format of `mesh.make`
+    # The options of `Config` that the command line sets, and values of others. They
+    # are apart, because a resumed run takes the others from its own folder.
     given: dict[str, Any]
     defaults: dict[str, Any]
 
@@ -75,27 +66,26 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     Raises ConfigError if two flags contradict each other.
     """
     asked = _parser().parse_args(argv)
-    options = {option.name for option in dataclasses.fields(Config)}
+    options = kinds_of(Config)
     given = {name: value for name, value in vars(asked).items() if name in options}
     for name in MODEL_SIZES:
         if "from_hf" in given and name in given:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} comes from the model of --from-hf")
-    compare = _recipes_to_compare(asked.compare, given)
-    if compare and asked.export is not None:
+    compared = _recipes_to_compare(asked.compare, given)
+    if compared and asked.export is not None:
         raise ConfigError("--export takes one run; leave --compare out")
     defaults: dict[str, Any] = {}
     if asked.preset is not None:
         given = PRESETS[asked.preset] | given
     else:
-        defaults = PRESETS["tiny" if jax.default_backend() == "cpu" else "small"]
+        defaults |= PRESETS["tiny" if jax.default_backend() == "cpu" else "small"]
     if "from_hf" in given:
-        defaults = defaults | {"lr": 2e-5}
-    name = "compare" if compare else given.get("recipe", Config.recipe)
+        defaults["lr"] = 2e-5
+    name = "compare" if compared else given.get("recipe", Config.recipe)
     out = asked.out or Path("runs") / name
-    return Command(
-        out, asked.resume, compare, asked.export, asked.mesh, given, defaults
-    )
+    runs = {out / name: {"recipe": name} for name in compared} or {out: {}}
+    return Command(runs, out, asked.resume, asked.export, asked.mesh, given, defaults)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,39 +94,34 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains a Llama in INT8, FP8 or bf16 and plots its losses.",
         parents=[mesh.PARSER],
     )
-    hints = get_type_hints(Config, include_extras=True)
+    add = parser.add_argument
+    kinds = kinds_of(Config)
     for option in dataclasses.fields(Config):
-        kind = kinds_of(hints[option.name])[0]
+        kind = kinds[option.name][0]
         takes: dict[str, Any] = {"type": kind.of} if isinstance(kind, Range) else {}
         if kind is bool:
             takes = {"action": argparse.BooleanOptionalAction}
         default = "" if option.default is None else f" (default: {option.default})"
-        parser.add_argument(
-            "--" + option.name.replace("_", "-"),
-            default=argparse.SUPPRESS,
-            help=option.metadata["help"] + default,
-            **takes,
-        )
-    parser.add_argument(
+        flag, text = option.name.replace("_", "-"), option.metadata["help"] + default
+        add(f"--{flag}", default=argparse.SUPPRESS, help=text, **takes)
+    add(
         "--preset",
         choices=PRESETS,
         help="set of defaults (default: tiny on a CPU, small on an accelerator)",
     )
-    parser.add_argument(
+    add(
         "--compare",
         metavar="RECIPES",
         help="train with each of these recipes, such as bf16,block,fallback, on the "
         "same data and seed",
     )
-    parser.add_argument(
+    add(
         "--out",
         type=Path,
         help="folder of the run (default: runs/<recipe>, or runs/compare)",
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --out, bit for bit"
-    )
-    parser.add_argument(
+    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
+    add(
         "--export",
         choices=FORMATS,
         help="also write the trained model's INT8 codes to a folder of this name in "
@@ -157,13 +142,6 @@ def _recipes_to_compare(names: str | None, given: dict[str, Any]) -> tuple[str, 
             f"--compare takes two or more different recipes, got {names!r}"
         )
     return recipes
-
-
-def run_folders(command: Command) -> dict[Path, dict[str, Any]]:
-    """Returns the folder of each run, and the options that the folder determines."""
-    if not command.compare:
-        return {command.out: {}}
-    return {command.out / name: {"recipe": name} for name in command.compare}
 
 
 def configure(command: Command, like: Path | None, **fixed: Any) -> Config:
@@ -195,10 +173,9 @@ def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
     A resumed comparison also starts the runs that it had not reached, with the options
     of the runs that it had started.
     """
-    folders = run_folders(command)
-    existing = [out for out in folders if has_run(out)]
+    existing = [out for out in command.runs if has_run(out)]
     runs = {}
-    for out, fixed in folders.items():
+    for out, fixed in command.runs.items():
         resume = command.resume and (out in existing or not existing)
         like = (out if resume else existing[0]) if command.resume else None
         runs[out] = configure(command, like, **fixed), resume
@@ -217,7 +194,7 @@ def run(command: Command) -> None:
             train(config, out, resume=resume, export=command.export)
             if mesh.is_first():
                 print(metrics.report(out))
-    if command.compare and mesh.is_first():
+    if len(runs) > 1 and mesh.is_first():
         picture, numbers = command.out / "compare.png", command.out / "compare.json"
         plot.draw_comparison(list(runs), picture)
         metrics.write_comparison(list(runs), numbers)
@@ -229,18 +206,17 @@ def run(command: Command) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    command = None
+    runs: dict[Path, dict[str, str]] = {}
     try:
         mesh.join(argv)
         command = parse_command(argv)
+        runs = command.runs
         run(command)
     except KeyboardInterrupt:
         again, how = argv, "stopped; continue"
-        if command is not None and any(map(has_run, run_folders(command))):
+        if any(map(has_run, runs)):
             again = argv if "--resume" in argv else [*argv, "--resume"]
-            if not any(
-                run_folder.checkpoints(out).exists() for out in run_folders(command)
-            ):
+            if not any(run_folder.checkpoints(out).exists() for out in runs):
                 how = "stopped without a checkpoint; start again"
         # As it was typed: the Python of a virtual environment need not be on the path.
         typed = [sys.orig_argv[0], "-m", "examples.llama.train", *again]

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot, run_folder
-from examples.llama.build import build, build_model
+from examples.llama.build import build
 from examples.llama.config import Config
 from examples.llama.data import Corpus, batches
 from examples.llama.model import Llama
@@ -93,16 +93,14 @@ def train(
 
 
 def _describe(config: Config, model: Llama, parameters: int, corpus: Corpus) -> None:
-    devices = mesh.size()
+    devices, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
     print(
         f"{config.recipe}: {parameters:,} parameters on {devices} "
-        f"{jax.default_backend()}{'s' * (devices > 1)}, {len(corpus.train):,} training "
-        "tokens"
+        f"{backend}{'s' * (devices > 1)}, {len(corpus.train):,} training tokens"
     )
-    if devices < jax.device_count():
+    if devices < found:
         print(
-            f"note: {devices} of {jax.device_count()} devices in use; --mesh "
-            f"data={jax.device_count()} uses all"
+            f"note: {devices} of {found} devices in use; --mesh data={found} uses all"
         )
     if reason := why_not_fused(model.config, model.dot_general):
         print(f"note: {reason}")
@@ -122,10 +120,8 @@ def _latest_state(out: Path, start: TrainState) -> TrainState:
         for problem in found.skipped:
             print(f"skipped: {problem}")
         if found.skipped:
-            print(
-                f"continues from step {step}; the run writes the skipped checkpoints "
-                "again"
-            )
+            again = "the run writes the skipped checkpoints again"
+            print(f"continues from step {step}; {again}")
         elif not step:
             _check_nothing_is_missing(out)
             print("starts from step 0: the run has no checkpoint")
@@ -229,28 +225,19 @@ class _Loop:
         return [record | speed for record in records]
 
 
-def last_state(config: Config, out: Path) -> TrainState:
-    """Returns the state in the latest checkpoint of the run in `out`, as `restore`."""
-    model = build_model(config)
-    optimizer, _ = make_optimizer(config)
-    like = init_state(model, optimizer, None, config.seed)
-    return checkpoint.restore(checkpoints(out), like)
-
-
-def _open_log(file: Path, after_step: int) -> AbstractContextManager[Any]:
+def _open_log(file: Path, after_step: int) -> Any:
     """The metrics of the run after a step; None in all processes but the first."""
     if not mesh.is_first():
         return nullcontext()
     log = metrics.MetricsLog(file, after_step)
     if log.moved:
-        moved_to = file.with_suffix(".repeated.jsonl")
         print(
             f"continues after step {after_step}: {log.moved} later or damaged lines of "
-            f"{file} moved to {moved_to}"
+            f"{file} moved to {file.with_suffix('.repeated.jsonl')}"
         )
     if log.missing:
         print(f"warning: {file} lacks {log.missing} of the {after_step} steps so far")
-    return log
+    return closing(log)
 
 
 def check_finite(record: dict[str, Any], out: Path) -> None:

@@ -17,7 +17,7 @@ SECTIONS = {
     "moe": "a whole mixture of experts in a training step, against bf16",
     "serve": "frozen layers of a Llama, for prompts and for decoding, against bf16",
 }
-LLAMA = "python -m examples.llama.bench"
+LLAMA = "python -m experiments.bench"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     if options.command == "table":
-        print(_tables(options.file))
+        print(report.markdown(results.load(options.file)))
     elif options.command == "picture":
         _draw(options.file, options.picture)
     elif options.command == "install-map":
@@ -57,15 +57,6 @@ def _run(arguments: Sequence[str] | None) -> None:
         print(f"installed as {speed_map.install(_map(options.file))}")
     else:
         cli.run("fbq_jax.bench", SECTIONS, options)
-
-
-def _tables(file: Path) -> str:
-    try:
-        return report.markdown(results.load(file))
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise results.ResultsError(
-            f"{file} does not hold benchmark results: {error!r}"
-        ) from error
 
 
 def _draw(file: Path, path: Path) -> None:

@@ -52,8 +52,8 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in {**sections, "all": "all of these"}.items():
         command = commands.add_parser(name, help=text, description=f"Measures {text}.")
-        command.set_defaults(shape=None)
-        command.add_argument(
+        add = command.add_argument
+        add(
             "--out",
             type=Path,
             metavar="FILE",
@@ -61,19 +61,18 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
             "this name, the others stay (default: bench-DEVICE.json, and "
             "bench-DEVICE-partial.json with --quick or --shape)",
         )
-        command.add_argument(
+        add(
             "--implementation",
             choices=dispatch.IMPLEMENTATIONS,
             help="the implementation of the library's ops (default: chosen by device)",
         )
-        command.add_argument(
-            "--quick", action="store_true", help="half the sizes, fewer samples"
-        )
+        add("--quick", action="store_true", help="half the sizes, fewer samples")
+        command.set_defaults(shape=None)
         if name in sections:
             sizes = report.HEADINGS[name].shape.replace(" ", "")
-            command.add_argument(
+            add(
                 "--shape",
-                type=functools.partial(_read_shape, sizes),
+                type=functools.partial(read_shape, sizes),
                 action="append",
                 metavar=sizes,
                 help="measures these sizes instead; may be repeated",
@@ -81,7 +80,7 @@ def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -
     return commands
 
 
-def _read_shape(sizes: str, text: str) -> tuple[int, ...]:
+def read_shape(sizes: str, text: str) -> tuple[int, ...]:
     """Reads sizes that are separated by commas, such as ``"8192,4096,4096"``."""
     count = sizes.count(",") + 1
     if re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text) and text.count(",") + 1 == count:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import ops
-from fbq_jax.bench import matmuls, measure
+from fbq_jax.bench import measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.kernels.quantized import CodeDtype, Layout, Quantized, Term
@@ -20,24 +19,26 @@ from fbq_jax.ops import dispatch
 from fbq_jax.ops.backends import BACKENDS
 
 BlockShape = tuple[int, int, int]
+CodesAndBlock = tuple[CodeDtype, BlockShape]
+Operands = tuple[Quantized, Quantized]
 
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 RATES = (0.0, 0.1, 0.2, 0.3)
 BLOCK_SHAPE = (128, 128, 128)
-# Other scales, by name: for Y and dX, and for dW, in recipes row_block and
+# Codes and blocks by name: for Y and dX, and for dW, in recipes row_block and
 # fp8_row_block.
-_ROW_SCALES: dict[str, tuple[CodeDtype, BlockShape]] = {
+_ROW_SCALES: dict[str, CodesAndBlock] = {
     "INT8, scales of rows": ("int8", (1, 128, 128)),
     "INT8, scales of rows and columns": ("int8", (1, 128, 1)),
     "FP8, scales of rows": ("float8_e4m3fn", (1, 128, 128)),
     "FP8, scales of rows and columns": ("float8_e4m3fn", (1, 128, 1)),
 }
-# The outputs to check and the limits of their errors: float32 sums in another order,
-# and the same sums rounded to bfloat16.
-_OUTPUTS = (("float32", jnp.float32, 1e-5), ("bf16", jnp.bfloat16, 2e-3))
-_NT = (((1,), (1,)), ((), ()))
-
-Operands = tuple[Quantized, Quantized]
+# The limits of the errors against the reference in float32, by the output's dtype:
+# float32 sums in another order, which bfloat16 rounds.
+_DTYPES = {"float32": jnp.float32, "bf16": jnp.bfloat16}
+_INT8_LIMITS = {"float32": 1e-5, "bf16": 2e-3}
+# Tensor cores keep about 14 bits of a sum of products of FP8 codes.
+_FP8_LIMITS = {"float32": 1e-2, "bf16": 1e-2}
 
 
 def rows(
@@ -67,36 +68,22 @@ def _rows(
     shape: tuple[int, ...], rates: Sequence[float], implementation: str, effort: Effort
 ) -> Iterator[Row]:
     M, N, K = shape
+
+    def measured(gemm: Any, *args: Any, **labels: Any) -> Row:
+        timing = measure.timing(gemm, *args, effort=effort)
+        return row(timing, 2.0 * M * N * K, shape=shape, **labels)
+
     keys = jax.random.split(jax.random.key(0))
     a = jax.random.normal(keys[0], (M, K), jnp.bfloat16)
     b = jax.random.normal(keys[1], (N, K), jnp.bfloat16)
-    gemm = jax.jit(functools.partial(lax.dot_general, dimension_numbers=_NT))
-    timing = measure.timing(gemm, a, b, effort=effort)
-    work = 2.0 * M * N * K
-    yield row(timing, work, what="bf16", implementation="xla", shape=shape)
-    for what, args in _cases(shape, rates, implementation):
-        product = jitted_matmul(jnp.bfloat16, implementation)
-        residual = args[0].residual
-        yield row(
-            measure.timing(product, *args, effort=effort),
-            work,
-            what=what,
-            implementation=implementation,
-            shape=shape,
-            fallback=float(jnp.mean(residual.scales > 0.0)) if residual else 0.0,
-            errors=_checked_errors(args, implementation, shape),
-        )
-
-
-def _cases(
-    shape: tuple[int, ...], rates: Sequence[float], implementation: str
-) -> Iterator[tuple[str, Operands]]:
-    """The name and the operands of each product of codes."""
-    for rate in rates:
-        yield "INT8", operands(shape, rate, implementation)
-    M, N, K = shape
-    keys = jax.random.split(jax.random.key(1), 4)
-    for what, (codes, block_shape) in _ROW_SCALES.items():
+    dims = (((1,), (1,)), ((), ()))
+    bf16 = jax.jit(functools.partial(lax.dot_general, dimension_numbers=dims))
+    yield measured(bf16, a, b, what="bf16", implementation="xla")
+    blocks: CodesAndBlock = ("int8", BLOCK_SHAPE)
+    for what, rate, (codes, block_shape) in (
+        *(("INT8", rate, blocks) for rate in rates),
+        *((what, 0.0, by_rows) for what, by_rows in _ROW_SCALES.items()),
+    ):
         try:
             dispatch.choose(
                 "matmul", block_shape, codes=codes, implementation=implementation
@@ -104,36 +91,65 @@ def _cases(
         except ValueError as error:
             print(f"without {what}: {error}", file=sys.stderr)
             continue
-        lhs, rhs = (
-            _quantized(key, size, K, implementation, codes, **options)
-            for key, size, options in (
-                (keys[0], M, {"of_rows": True}),
-                (keys[2], N, {"of_rows": block_shape[2] == 1, "is_rhs": True}),
-            )
+        args = operands(shape, rate, implementation, codes, block_shape)
+        errors = _checked_errors(args, implementation, f"{what} at {shape}")
+        residual = args[0].residual
+        yield measured(
+            jitted_matmul(jnp.bfloat16, implementation),
+            *args,
+            what=what,
+            implementation=implementation,
+            fallback=float(jnp.mean(residual.scales > 0.0)) if residual else 0.0,
+            errors=errors,
         )
-        yield what, (lhs, rhs)
 
 
-def operands(shape: tuple[int, ...], rate: float, implementation: str) -> Operands:
-    """Random lhs, with a residual, and rhs for an INT8 GEMM.
+def operands(
+    shape: tuple[int, ...],
+    rate: float,
+    implementation: str,
+    codes: CodeDtype = "int8",
+    block_shape: BlockShape = BLOCK_SHAPE,
+) -> Operands:
+    """Gaussian lhs, with a residual, and rhs for a GEMM.
 
     Args:
       shape: ``(M, N, K)``.
       rate: the share of lhs' blocks that fall back; there is no residual if it is 0.
       implementation: quantizes the operands.
+      codes: their dtype.
+      block_shape: ``(m, k, n)`` with a scale for ``m x k`` of lhs and ``n x k`` of rhs.
     """
     M, N, K = shape
+    m, k, n = block_shape
     keys = jax.random.split(jax.random.key(1), 4)
-    lhs, residual = (_quantized(key, M, K, implementation) for key in keys[:2])
-    rhs = _quantized(keys[2], N, K, implementation, is_rhs=True)
+
+    def quantized(key: jax.Array, rows: int, layout: Layout) -> Quantized:
+        x = jax.random.normal(key, (1, rows, K), jnp.bfloat16)
+        seed = jnp.zeros(1, jnp.uint32)
+        found = ops.quantize(
+            x,
+            seed,
+            rowwise=layout,
+            colwise=None,
+            dtype=codes,
+            implementation=implementation,
+        ).rowwise
+        assert found is not None
+        return found
+
+    lhs = quantized(keys[0], M, Layout("nearest", (m, k)))
+    # A layer's quantizers give the kernel in Mosaic the sums of the codes of rhs.
+    sums = n > 1 and BACKENDS[implementation].reads_sums(codes, jnp.bfloat16)
+    rhs = quantized(keys[2], N, Layout("nearest", (n, k), sums))
     if not rate:
         return lhs, rhs
-    blocks = math.prod(residual.scales.shape)
+    residual = quantized(keys[1], M, Layout("nearest", (m, k)))
+    blocks = residual.scales.size
     falls_back = jnp.arange(blocks) < round(rate * blocks)
     falls_back = jax.random.permutation(keys[3], falls_back)
     scales = jnp.where(falls_back.reshape(residual.scales.shape), residual.scales, 0.0)
-    term = Term(residual.codes, scales)
-    return dataclasses.replace(lhs, residual=term), rhs
+    return dataclasses.replace(lhs, residual=Term(residual.codes, scales)), rhs
 
 
 @functools.cache
@@ -144,48 +160,12 @@ def jitted_matmul(dtype: Any, implementation: str) -> Any:
     )
 
 
-def _checked_errors(
-    args: Operands, implementation: str, shape: tuple[int, ...]
-) -> dict[str, float]:
+def _checked_errors(args: Operands, implementation: str, what: str) -> dict[str, float]:
     """The errors of the outputs in both dtypes; raises if one is above its limit."""
+    limits = _INT8_LIMITS if args[0].codes.dtype == jnp.int8 else _FP8_LIMITS
+    outputs = [jitted_matmul(_DTYPES[name], implementation)(*args) for name in limits]
     exact = jitted_matmul(jnp.float32, "reference")(*args)
-    is_int8 = args[0].codes.dtype == jnp.int8
-    errors = {}
-    for name, dtype, limit in _OUTPUTS:
-        output = jitted_matmul(dtype, implementation)(*args)
-        errors[name] = measure.relative_error(output, exact)
-        measure.require(
-            errors[name],
-            limit if is_int8 else matmuls.FLOAT8_REFERENCE_LIMIT,
-            f"the GEMM of {shape} with blocks {args[0].block} and {args[1].block} by "
-            f"{implementation} with {name} output",
-        )
-    return errors
-
-
-def _quantized(
-    key: jax.Array,
-    rows: int,
-    columns: int,
-    implementation: str,
-    codes: CodeDtype = "int8",
-    *,
-    of_rows: bool = False,
-    is_rhs: bool = False,
-) -> Quantized:
-    """Gaussian codes with scales of blocks, or of single rows of blocks."""
-    x = jax.random.normal(key, (1, rows, columns), jnp.bfloat16)
-    # A layer's quantizers give the kernel in Mosaic the sums of the codes of rhs.
-    backend = BACKENDS[implementation]
-    sums = is_rhs and not of_rows and backend.reads_sums(codes, jnp.bfloat16)
-    m, k, _ = BLOCK_SHAPE
-    quantized = ops.quantize(
-        x,
-        jnp.zeros(1, jnp.uint32),
-        rowwise=Layout("nearest", (1 if of_rows else m, k), sums),
-        colwise=None,
-        dtype=codes,
-        implementation=implementation,
-    ).rowwise
-    assert quantized is not None
-    return quantized
+    exacts = [exact] * len(outputs)
+    return measure.checked_errors(
+        limits, outputs, exacts, f"{what} by {implementation}"
+    )

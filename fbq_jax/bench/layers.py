@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,36 +12,22 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax import recipes
-from fbq_jax.bench import matmuls, measure
+from fbq_jax.bench import matmuls
+from fbq_jax.bench.compare import Program, compile_step
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.nnx import dot as nnx_dot
 from fbq_jax.recipes.schema import Recipe
 
 RECIPES = ("block", "fallback")
-THREADS = 8  # that compile
 # Large enough for updates that float32 weights resolve, and too small to move the
 # activations' blocks while steps are timed.
 LEARNING_RATE = 0.01
 # The state of a layer does not depend on its size, so it is made by small layers.
 _SMALL = 128
 
-Compiled = TypeVar("Compiled")
+Kernels = Sequence[jax.Array]
 # What is differentiated, with the kernels as ``"params"``, and what else moves.
 State = tuple[dict[str, Any], Any]
-
-
-class Program(NamedTuple):
-    """A compiled step of a stack.
-
-    Attributes:
-      step: ``(state, *inputs) -> (new state, results)``; it donates the state.
-      text: the compiled program's HLO.
-      compile_s: seconds of tracing and compilation.
-    """
-
-    step: Callable[..., tuple[Any, Any]]
-    text: str
-    compile_s: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,64 +36,43 @@ class Stack:
 
     Attributes:
       name: the recipe or library, as a row names it.
-      layer: the Flax class of a layer.
       backend: what computes the products.
       recipe: the library's recipe; None for others.
       start: makes the first state, with copies of the kernels ``[K, N]``.
-        ``nnx.eval_shape`` takes it: programs are compiled for states without arrays.
       forward: the function ``(state, x, key) -> (y, new second part of the state)``.
     """
 
     name: str
-    layer: str
     backend: str
     recipe: Recipe | None
-    start: Callable[[Sequence[jax.Array]], State]
+    start: Callable[[Kernels], State]
     forward: Callable[[State, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
-    def compile_training(self, state: State, x: jax.Array, key: jax.Array) -> Program:
-        """Compiles ``(state, x, key) -> (state, loss)``: gradient and SGD update."""
-
-        def step(state: State, x: jax.Array, key: jax.Array) -> tuple[State, jax.Array]:
-            trained, moving = state
-
-            def loss(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
-                y, moved = self.forward((trained, moving), x, key)
-                return jnp.mean(jnp.square(y.astype(jnp.float32))), moved
-
-            (value, moved), grads = jax.value_and_grad(loss, has_aux=True)(trained)
-            params = jax.tree.map(
-                lambda param, grad: param - LEARNING_RATE * grad,
-                trained["params"],
-                grads["params"],
-            )
-            return ({**grads, "params": params}, moved), value
-
-        return _compile(step, state, x, key)
-
-    def compile_products(
-        self, state: State, x: jax.Array, dy: jax.Array, key: jax.Array
+    def program(
+        self,
+        step: Callable[..., Any],
+        kernels: Callable[[], Kernels],
+        *inputs: jax.Array,
     ) -> Program:
-        """Compiles ``(state, x, dy, key) -> (state, (y, dx, dw))`` of one layer."""
+        """Compiles ``training_step`` or ``products_step``.
 
-        def step(state: State, x: jax.Array, dy: jax.Array, key: jax.Array) -> Any:
-            trained, moving = state
-            y, vjp, moved = jax.vjp(
-                lambda trained, x: self.forward((trained, moving), x, key),
-                trained,
-                x,
-                has_aux=True,
-            )
-            grads, dx = vjp(dy)
-            (dw,) = jax.tree.leaves(grads["params"])
-            return ({**grads, "params": trained["params"]}, moved), (y, dx, dw)
-
-        return _compile(step, state, x, dy, key)
-
-    def first_kernel(self, state: State) -> jax.Array:
-        """The kernel ``[K, N]`` of the first layer."""
-        kernel: jax.Array = jax.tree.leaves(state[0]["params"])[0]
-        return kernel
+        Args:
+          step: takes this stack, a state and the inputs.
+          kernels: makes the kernels; nothing is allocated before the program runs.
+          *inputs: the inputs, as arrays or shapes.
+        """
+        # Not ``jax.eval_shape``, because layers of NNX are made there.
+        state = nnx.eval_shape(lambda: self.start(kernels()))
+        compiled, seconds = compile_step(functools.partial(step, self), state, *inputs)
+        return Program(
+            self.name,
+            self.backend,
+            compiled,
+            lambda: self.start(kernels()),
+            seconds,
+            self.rates,
+            self.recipe.target_rate if self.recipe else (0.0, 1.0),
+        )
 
     def rates(self, state: State) -> list[float]:
         """The fallback rate of each layer in the last step; none without fallback."""
@@ -122,11 +85,43 @@ class Stack:
         ]
 
 
-def _compile(function: Callable[..., Any], *args: Any) -> Program:
-    """Compiles a step that donates its state."""
-    start = time.perf_counter()
-    compiled = jax.jit(function, donate_argnums=0).lower(*args).compile()
-    return Program(compiled, compiled.as_text() or "", time.perf_counter() - start)
+def training_step(stack: Stack, state: State, x: jax.Array, key: jax.Array) -> Any:
+    """Gradient and SGD update: ``(state, loss)``."""
+    trained, moving = state
+
+    def loss(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
+        y, moved = stack.forward((trained, moving), x, key)
+        return jnp.mean(jnp.square(y.astype(jnp.float32))), moved
+
+    (value, moved), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+    params = jax.tree.map(
+        lambda param, grad: param - LEARNING_RATE * grad,
+        trained["params"],
+        grads["params"],
+    )
+    return ({**grads, "params": params}, moved), value
+
+
+def products_step(
+    stack: Stack, state: State, x: jax.Array, dy: jax.Array, key: jax.Array
+) -> Any:
+    """The three products of one layer: ``(state, (y, dx, dw))``."""
+    trained, moving = state
+    y, vjp, moved = jax.vjp(
+        lambda trained, x: stack.forward((trained, moving), x, key),
+        trained,
+        x,
+        has_aux=True,
+    )
+    grads, dx = vjp(dy)
+    (dw,) = jax.tree.leaves(grads["params"])
+    return ({**grads, "params": trained["params"]}, moved), (y, dx, dw)
+
+
+def first_kernel(state: State) -> jax.Array:
+    """The kernel ``[K, N]`` of a stack's first layer."""
+    kernel: jax.Array = jax.tree.leaves(state[0]["params"])[0]
+    return kernel
 
 
 class _Dense(nn.Module):
@@ -153,16 +148,15 @@ def linen_stack(
 ) -> Stack:
     """A stack of ``nn.Dense`` with these options; its state is the collections."""
 
-    def first_collections(x: jax.Array) -> dict[str, Any]:
-        """The collections that ``init`` makes, without the parameters."""
+    def init() -> dict[str, Any]:
+        """The collections without the parameters, which XLA does not compute."""
+        x = jnp.zeros((_SMALL, _SMALL), jnp.bfloat16)
         variables = _Dense((_SMALL,) * depth, options).init(jax.random.key(0), x)
         return {name: variables[name] for name in variables if name != "params"}
 
-    x = jnp.zeros((_SMALL, _SMALL), jnp.bfloat16)
-    init = jax.jit(first_collections)
-    collections = init(x) if jax.tree.leaves(init.eval_shape(x)) else {}
+    collections = jax.jit(init)()
 
-    def start(kernels: Sequence[jax.Array]) -> State:
+    def start(kernels: Kernels) -> State:
         moving = jax.tree.map(jnp.copy, collections)
         trained: dict[str, Any] = {
             "params": {
@@ -183,14 +177,14 @@ def linen_stack(
         )
         return y, dict(moved)
 
-    return Stack(name, "nn.Dense", backend, recipe, start, forward)
+    return Stack(name, backend, recipe, start, forward)
 
 
 class _Linear(nnx.Module):
     """A stack of ``nnx.Linear`` by a recipe."""
 
     def __init__(
-        self, recipe: Recipe, implementation: str | None, kernels: Sequence[jax.Array]
+        self, recipe: Recipe, implementation: str | None, kernels: Kernels
     ) -> None:
         rngs = nnx.Rngs(0)
         self.layers = nnx.List(
@@ -222,7 +216,7 @@ def nnx_stack(name: str, implementation: str | None) -> Stack:
     recipe = recipes.NAMED[name]
     build = functools.partial(_Linear, recipe, implementation)
 
-    def start(kernels: Sequence[jax.Array]) -> State:
+    def start(kernels: Kernels) -> State:
         params, moving = nnx.state(build(kernels), nnx.Param, ...)
         return {"params": params}, moving
 
@@ -234,7 +228,7 @@ def nnx_stack(name: str, implementation: str | None) -> Stack:
         return y, nnx.state(model, nnx.Param, ...)[1]
 
     backend = matmuls.forward_choice(recipe, implementation).backend
-    return Stack(f"{name}, nnx", "nnx.Linear", backend, recipe, start, forward)
+    return Stack(f"{name}, nnx", backend, recipe, start, forward)
 
 
 def bf16(depth: int) -> Stack:
@@ -252,48 +246,12 @@ def linen(
     depth: int, implementation: str | None, names: Sequence[str] = RECIPES
 ) -> Iterator[Stack]:
     """Stacks of ``nn.Dense``, one for each named recipe that runs here."""
-    for name, recipe in matmuls.supported(names, implementation):
-        backend = matmuls.forward_choice(recipe, implementation).backend
+    for name, recipe, backend in matmuls.supported(names, implementation):
         dot = FallbackDot(recipe, implementation=implementation)
         yield linen_stack(name, backend, depth, recipe=recipe, dot_general=dot)
 
 
 def installed_int8_libraries(depth: int) -> Iterator[Stack]:
     """Stacks by AQT and Qwix where installed; stderr names the missing ones."""
-    for matmul, options in matmuls.installed_int8_libraries():
-        yield linen_stack(matmul.name, "xla", depth, **options)
-
-
-def compile_together(compilations: Sequence[Callable[[], Compiled]]) -> list[Compiled]:
-    """Compiles several programs at the same time, in ``THREADS`` threads."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(lambda compilation: compilation(), compilations))
-
-
-def rates_in_range(stack: Stack, state: State) -> bool:
-    """Whether the fallback rate of each layer is inside the recipe's range."""
-    low, high = stack.recipe.target_rate if stack.recipe else (0.0, 1.0)
-    return all(low <= rate <= high for rate in stack.rates(state))
-
-
-def checked_rate(stack: Stack, state: State, what: str) -> float | None:
-    """The mean fallback rate of the layers in the last step; None without fallback.
-
-    Raises:
-      WrongResultError: if a layer's rate is outside the recipe's range.
-    """
-    if stack.recipe is None or rates_in_range(stack, state):
-        return mean_rate(stack, state)
-    low, high = stack.recipe.target_rate
-    rates = stack.rates(state)
-    raise measure.WrongResultError(
-        f"{what} has layers with fallback rates from {min(rates):.1%} to "
-        f"{max(rates):.1%}, outside the recipe's range of {low:.1%} to {high:.1%}; its "
-        "time is not reported"
-    )
-
-
-def mean_rate(stack: Stack, state: State) -> float | None:
-    """The mean fallback rate of the layers in the last step; None without fallback."""
-    rates = stack.rates(state)
-    return sum(rates) / len(rates) if rates else None
+    for name, options in matmuls.installed_int8_libraries():
+        yield linen_stack(name, "xla", depth, **options)

@@ -1,6 +1,5 @@
 """Where INT8 is faster than bf16: training steps of Flax layers, by their shapes."""
 
-import functools
 import itertools
 import math
 import sys
@@ -9,10 +8,10 @@ from typing import Any
 
 import jax
 
-from fbq_jax.bench import layers, measure, step
-from fbq_jax.bench.layers import Program, Stack
-from fbq_jax.bench.measure import Effort, RunningStep
-from fbq_jax.bench.results import ResultsError, Row, row, with_ratios
+from fbq_jax.bench import layers, step
+from fbq_jax.bench.compare import Comparison
+from fbq_jax.bench.measure import Effort
+from fbq_jax.bench.results import ResultsError, Row
 from fbq_jax.kernels import speed_map
 from fbq_jax.kernels.speed_map import Sizes, SpeedMap
 
@@ -55,31 +54,23 @@ def rows(
         depth: [layers.bf16(depth), *layers.linen(depth, implementation)]
         for depth in (_DEPTH, _LARGE_DEPTH)
     }
-    for _, group in itertools.groupby(_that_fit(shapes), lambda shape: shape[1:]):
-        of_widths = list(group)
-        programs = layers.compile_together(
-            [
-                functools.partial(step.compile_stack, stack, shape, _depth(shape))
-                for shape in of_widths
-                for stack in stacks[_depth(shape)][1:]
-            ]
-        )
-        for shape in of_widths:
-            bf16, *others = stacks[_depth(shape)]
-            # XLA chooses its kernels by timing them, so nothing else may run.
-            baseline = bf16, step.compile_stack(bf16, shape, _depth(shape))
-            compiled = [baseline, *((stack, programs.pop(0)) for stack in others)]
-            yield from with_ratios(_rows(shape, compiled, effort))
+    for shape in _that_fit(shapes):
+        depth = _depth(shape)
+        programs = step.compiled(stacks[depth], shape, depth)
+        yield from Comparison(
+            shape,
+            step.work(shape, depth),
+            step.inputs(shape),
+            {"loss": _LOSS_LIMIT},
+            _SETTLING_STEPS,
+            results=lambda step: (step(),),
+        ).rows(programs, effort)
 
 
 def install(section: Mapping[str, Any]) -> str:
     """Makes a measured section the map that ``fbq_jax.dispatch`` reads.
 
-    Args:
-      section: the section ``map``, as ``results.load`` returns it.
-
-    Returns:
-      The path of the map's file.
+    Returns the path of its file.
 
     Raises:
       ResultsError: the section is of a quick run or lacks the smallest shape, or the
@@ -131,27 +122,3 @@ def _that_fit(shapes: Sequence[tuple[int, ...]]) -> Iterator[Sizes]:
 
 def _depth(shape: Sizes) -> int:
     return _DEPTH if math.prod(shape) < _LARGE_PRODUCT else _LARGE_DEPTH
-
-
-def _rows(
-    shape: Sizes, compiled: Sequence[tuple[Stack, Program]], effort: Effort
-) -> Iterator[Row]:
-    x, key, kernels = step.operands(shape, _depth(shape))
-    exact: jax.Array | None = None
-    for stack, program in compiled:
-        running = RunningStep(program.step, stack.start(kernels), x, key)
-        for _ in range(_SETTLING_STEPS):
-            loss = running()
-        exact = loss if exact is None else exact
-        error = measure.relative_error(loss, exact)
-        measure.require(error, _LOSS_LIMIT, f"loss of {stack.name} at {shape}")
-        yield row(
-            measure.running_timing(running, effort=effort),
-            step.work(shape, _depth(shape)),
-            what=stack.name,
-            implementation=stack.backend,
-            shape=shape,
-            fallback=layers.mean_rate(stack, running.state),
-            errors={"loss": error},
-            compile_s=program.compile_s,
-        )

@@ -9,6 +9,7 @@ single fast launch says little about training. Two times are measured:
   limits it.
 """
 
+import contextlib
 import functools
 import statistics
 import time
@@ -68,32 +69,43 @@ def first_call(function: Any, *args: Any) -> tuple[jax.stages.Compiled, float, A
     return compiled, time.perf_counter() - start, result
 
 
-def timing(function: Callable[..., Any], *args: Any, effort: Effort) -> Timing:
-    """Times a compiled or jitted function."""
-    call = functools.partial(function, *args)
-    jax.block_until_ready(call())
-    sustained = _sustained(call, effort)
-    time.sleep(effort.rest_s)
-    kernels = _kernel_times(function, args, effort.launches)
-    if kernels is not None:
-        return Timing(sustained, statistics.median(kernels), "kernels")
-    return Timing(sustained, _burst_of_calls(call, effort), "calls")
-
-
 class RunningStep(jax.stages.Compiled):
-    """A step ``(state, *inputs) -> (state, results)`` that donates its state.
+    """A step ``(state, *inputs) -> (state, results)`` that may donate its state.
 
     A call goes on from the state that the call before left, and returns the results.
     The profiler takes only jitted and compiled functions, so this is one.
     """
 
     def __init__(self, step: Callable[..., Any], state: Any, *inputs: Any) -> None:
-        self._step, self.state, self._inputs = step, state, inputs
+        self.step, self.state, self._inputs = step, state, inputs
 
     def __call__(self) -> Any:
         """Runs one step and returns its results."""
-        self.state, results = self._step(self.state, *self._inputs)
+        self.state, results = self.step(self.state, *self._inputs)
         return results
+
+
+def timing(
+    function: Callable[..., Any],
+    *args: Any,
+    effort: Effort,
+    burst_of: Literal["kernels", "calls"] = "kernels",
+) -> Timing:
+    """Times a compiled or jitted function, or a ``RunningStep``.
+
+    Bursts time calls where kernels cannot be timed.
+    """
+    call = functools.partial(function, *args)
+    jax.block_until_ready(call())
+    sustained = _sustained(call, effort)
+    time.sleep(effort.rest_s)
+    if burst_of == "kernels":
+        with contextlib.suppress(NoKernelsError):
+            # There are no times if no kernel ran, as in a copy.
+            if times := _profile(function, args, iterations=effort.launches):
+                return Timing(sustained, statistics.median(times), "kernels")
+    seconds = [_seconds(call, 1) for _ in range(effort.launches)]
+    return Timing(sustained, 1e3 * statistics.median(seconds), "calls")
 
 
 def step_timing(
@@ -101,16 +113,10 @@ def step_timing(
 ) -> Timing:
     """Times a step ``(state, *args) -> (state, metrics)`` that donates its state.
 
-    The burst times calls, since memory may not hold the states of several at once.
+    Its bursts are of calls, each of which waits for the one before.
     """
-    return running_timing(RunningStep(step, state, *args), effort=effort)
-
-
-def running_timing(step: RunningStep, *, effort: Effort) -> Timing:
-    """Times a running step, in bursts its calls."""
-    sustained = _sustained(step, effort)
-    time.sleep(effort.rest_s)
-    return Timing(sustained, _burst_of_calls(step, effort), "calls")
+    running = RunningStep(step, state, *args)
+    return timing(running, effort=effort, burst_of="calls")
 
 
 def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
@@ -119,20 +125,21 @@ def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
     Raises:
       NoKernelsError: if the machine has no GPU or no CUPTI.
     """
+    times: list[tuple[str, float]] = _profile(compiled, args, aggregate=False) or []
+    return times
+
+
+def _profile(function: Any, args: tuple[Any, ...], **options: Any) -> Any:
+    """What JAX's profiler measures of a function, in milliseconds."""
     if (backend := jax.default_backend()) != "gpu":
         raise NoKernelsError(f"kernels cannot be measured on a {backend}")
     from jax.experimental.mosaic.gpu import profiler
 
     try:
-        _, times = profiler.measure(compiled, aggregate=False)(*args)
-    except RuntimeError as error:
+        # It compiles what is not a jitted function, with bound arguments as constants.
+        return profiler.measure(function, **options)(*args)[1]
+    except RuntimeError as error:  # no CUPTI, or kernels differ between launches
         raise NoKernelsError(f"kernels cannot be measured here: {error}") from error
-    return times or []
-
-
-def relative_error(actual: jax.Array, exact: jax.Array) -> float:
-    """``||actual - exact|| / ||exact||`` in the Frobenius norm, in float32."""
-    return float(_relative_error(actual, exact))
 
 
 @jax.jit
@@ -140,6 +147,11 @@ def _relative_error(actual: jax.Array, exact: jax.Array) -> jax.Array:
     exact = exact.astype(jnp.float32)
     difference = actual.astype(jnp.float32) - exact
     return jnp.linalg.norm(difference) / jnp.linalg.norm(exact)
+
+
+def relative_error(actual: jax.Array, exact: jax.Array) -> float:
+    """``||actual - exact|| / ||exact||`` in the Frobenius norm, in float32."""
+    return float(_relative_error(actual, exact))
 
 
 def checked_errors(
@@ -185,11 +197,6 @@ def _sustained(call: Callable[[], Any], effort: Effort) -> float:
     return 1e3 * statistics.median(samples)
 
 
-def _burst_of_calls(call: Callable[[], Any], effort: Effort) -> float:
-    """Median milliseconds of single calls."""
-    return 1e3 * statistics.median(_seconds(call, 1) for _ in range(effort.launches))
-
-
 def _seconds(call: Callable[[], Any], calls: int) -> float:
     """Seconds that several calls take; the device runs them in order."""
     start = time.perf_counter()
@@ -197,19 +204,3 @@ def _seconds(call: Callable[[], Any], calls: int) -> float:
         out = call()
     jax.block_until_ready(out)
     return time.perf_counter() - start
-
-
-def _kernel_times(
-    function: Callable[..., Any], args: tuple[Any, ...], launches: int
-) -> list[float] | None:
-    """Milliseconds of each launch's kernels; None where they cannot be timed."""
-    if jax.default_backend() != "gpu":
-        return None
-    from jax.experimental.mosaic.gpu import profiler
-
-    try:
-        # It compiles what is not a jitted function, with bound arguments as constants.
-        _, times = profiler.measure(function, iterations=launches)(*args)
-    except RuntimeError:  # There is no CUPTI, or the kernels differ between launches.
-        return None
-    return times  # None if no kernel ran, as in a copy.

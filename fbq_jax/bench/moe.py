@@ -1,17 +1,20 @@
 """A whole mixture of experts in a training step: router, dispatch, experts, combine."""
 
+import functools
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fbq_jax import recipes
-from fbq_jax.bench import data, layers, measure
-from fbq_jax.bench.measure import Effort, RunningStep
-from fbq_jax.bench.results import Row, row, with_ratios
+from fbq_jax.bench import data, layers
+from fbq_jax.bench.compare import Comparison, Program, compile_step
+from fbq_jax.bench.measure import Effort
+from fbq_jax.bench.results import Row
 from fbq_jax.core.layer_stats import mean_rate
 from fbq_jax.experts.routing import Routing
 from fbq_jax.linen.dot import FallbackDot
@@ -25,12 +28,6 @@ _SETTLING_STEPS = 8
 _LIMITS = dict.fromkeys(("y", "dx", "dw"), 0.2)
 
 Variables = dict[str, Any]
-
-
-class _Library(NamedTuple):
-    """Another library's product of groups, in floats."""
-
-    ragged_dot: Callable[..., jax.Array]
 
 
 def rows(
@@ -52,7 +49,19 @@ def rows(
         dot = FallbackDot(recipes.NAMED[name], implementation=choice.implementation)
         products.append((name, choice.backend, dot))
     for shape in shapes:
-        yield from with_ratios(_rows(shape, products, effort))
+        tokens, width, hidden, _, top_k = shape
+        keys = jax.random.split(jax.random.key(0), 3)
+        x = data.activation(keys[0], (tokens, width))
+        dy = jax.random.normal(keys[1], (tokens, width), jnp.bfloat16)
+        params = jax.jit(_layer(shape, None).init)(keys[2], x[:1])["params"]
+        yield from Comparison(
+            shape,
+            # Three projections, forward and backward.
+            3 * 2.0 * tokens * top_k * 3 * width * hidden,
+            (params, x, dy),
+            _LIMITS,
+            _SETTLING_STEPS,
+        ).rows([_program(shape, *p, (params, x, dy)) for p in products], effort)
 
 
 def _bf16() -> tuple[str, str, Any]:
@@ -62,42 +71,19 @@ def _bf16() -> tuple[str, str, Any]:
     except ImportError as error:
         print(f"without tokamax: {error}", file=sys.stderr)
         return "bf16, lax.ragged_dot", "xla", None
-    return "bf16, Tokamax", "tokamax", _Library(dot)
+    return "bf16, Tokamax", "tokamax", types.SimpleNamespace(ragged_dot=dot)
 
 
-def _rows(
-    shape: tuple[int, ...], products: Sequence[tuple[str, str, Any]], effort: Effort
-) -> Iterator[Row]:
-    tokens, width, hidden, _, top_k = shape
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = data.activation(keys[0], (tokens, width))
-    dy = jax.random.normal(keys[1], (tokens, width), jnp.bfloat16)
-    params = jax.jit(_layer(shape, None).init)(keys[2], x[:1])["params"]
-    exact: tuple[jax.Array, ...] = ()
-    for name, backend, dot in products:
-        layer = _layer(shape, dot)
-        compiled, compile_s, (state, _) = measure.first_call(
-            jax.jit(_step_of(layer), donate_argnums=0),
-            _first_state(layer, x),
-            *(params, x, dy),
-        )
-        step = RunningStep(compiled, state, params, x, dy)
-        for _ in range(_SETTLING_STEPS):
-            results = step()
-        exact = exact or results
-        errors = measure.checked_errors(_LIMITS, results, exact, f"{name} at {shape}")
-        falls_back = isinstance(dot, FallbackDot) and dot.recipe.criterion is not None
-        yield row(
-            measure.running_timing(step, effort=effort),
-            # Three projections, forward and backward.
-            3 * 2.0 * tokens * top_k * 3 * width * hidden,
-            what=name,
-            implementation=backend,
-            shape=shape,
-            fallback=mean_rate(step.state) if falls_back else None,
-            errors=errors,
-            compile_s=compile_s,
-        )
+def _program(
+    shape: tuple[int, ...], name: str, backend: str, dot: Any, inputs: tuple[Any, ...]
+) -> Program:
+    """The step of a mixture of experts with this ``dot_general``."""
+    layer = _layer(shape, dot)
+    start = functools.partial(_first_state, layer, inputs[1])
+    compiled, seconds = compile_step(_step_of(layer), start(), *inputs)
+    falls_back = isinstance(dot, FallbackDot) and dot.recipe.criterion is not None
+    rates = (lambda state: [mean_rate(state) or 0.0]) if falls_back else (lambda _: [])
+    return Program(name, backend, compiled, start, seconds, rates)
 
 
 def _layer(shape: tuple[int, ...], dot_general: Any) -> MoEMLP:

@@ -1,11 +1,9 @@
 """Tables of measured rows: plain text row by row, and Markdown from a file."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fbq_jax.bench.results import Row
-
-Cell = Callable[[Row], str]
 
 
 class Heading(NamedTuple):
@@ -22,6 +20,11 @@ class Heading(NamedTuple):
     shape: str
     rate: str = "TFLOP/s"
     ratio: str | None = "speedup vs bf16"
+
+    def names(self) -> dict[str, str]:
+        """The titles of the columns."""
+        own = {"shape": self.shape, "rate": self.rate, "ratio": self.ratio or ""}
+        return {name: own.get(name, name) for name in _COLUMNS}
 
 
 _LLAMA = "hidden, MLP, layers, batch"
@@ -43,7 +46,7 @@ HEADINGS = {
         "Frozen layers of a Llama: the linear layers of 4 Transformer layers",
         "rows, hidden, MLP",
     ),
-    # Of examples.llama.bench.
+    # Of experiments.bench.
     "block": Heading(
         "Llama block, forward and backward, in sequences of 2048 tokens",
         "hidden, MLP, tokens",
@@ -82,12 +85,19 @@ def _first_calls(row: Row) -> str:
     return ", ".join(f"{value:.1f}" for value in (row.first_calls_s or {}).values())
 
 
-# A table has each of these columns in which some row has a value.
-_OPTIONAL: dict[str, Cell] = {
+# The columns, in order. A table has those in which some row has a value.
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "name": lambda row: row.what,
     "layer": lambda row: row.layer or "",
+    "backend": lambda row: row.implementation,
+    "shape": lambda row: ", ".join(map(str, row.shape)),
     "input": lambda row: row.data or "",
     "mesh": lambda row: row.mesh or "",
     "fallback rate": lambda row: _number(row.fallback, ".1%"),
+    "ms": lambda row: f"{row.ms:.3f}",
+    "rate": lambda row: f"{row.rate:.4g}",
+    "ratio": lambda row: f"{row.ratio:.2f}",
+    "in bursts": lambda row: f"{row.burst_ratio:.2f}",
     "error": _errors,
     "k tokens/s": lambda row: _number(row.tokens_s, ".1f", 1e3),
     "efficiency": lambda row: _number(row.efficiency, ".1%"),
@@ -100,27 +110,25 @@ _OPTIONAL: dict[str, Cell] = {
     "saved, kB/token": lambda row: _number(row.saved_bytes, ".1f", 1e3),
     "peak, GB": lambda row: _number(row.peak_bytes, ".1f", 1e9),
 }
+# Those that are printed while rows are measured, with their widths.
+_PLAIN = {"name": 29, "backend": 9, "shape": 24, "fallback rate": 13, "ms": 9}
+_PLAIN |= {"rate": 7, "ratio": 15, "error": 0}
 
 
 def text_head(section: str) -> str:
     """The title and the head of the table that is printed while rows are measured."""
     heading = HEADINGS[section]
-    head = _text("name", "backend", heading.shape, "fallback", "ms", heading.rate)
-    return f"\n{heading.title}\n{head}  speedup  error"
+    return f"\n{heading.title}\n{_plain(heading.names())}"
 
 
 def text_row(row: Row) -> str:
     """A row of that table."""
-    shape = ", ".join(map(str, row.shape))
-    fallback = _number(row.fallback, ".1%")
-    rate = f"{row.rate:.4g}"
-    text = _text(row.what, row.implementation, shape, fallback, f"{row.ms:.3f}", rate)
-    return f"{text}  {row.ratio:<7.2f}  {_errors(row)}".rstrip()
+    return _plain({name: cell(row) for name, cell in _COLUMNS.items()})
 
 
-def _text(*cells: str) -> str:
-    widths = 29, 9, 24, 8, 8, 7
-    return "  ".join(map(str.ljust, cells, widths))
+def _plain(cells: Mapping[str, str]) -> str:
+    line = "  ".join(f"{cells[name]:{width}}" for name, width in _PLAIN.items())
+    return line.rstrip()
 
 
 def markdown(sections: Mapping[str, Any]) -> str:
@@ -129,58 +137,36 @@ def markdown(sections: Mapping[str, Any]) -> str:
     Sections of another version have a table, too, without the names of their sizes.
     """
     return "\n\n".join(
-        section_table(HEADINGS.get(name, Heading(name, "sizes", "rate")), content)
+        _section(HEADINGS.get(name, Heading(name, "sizes", "rate")), content)
         for name, content in sections.items()
     )
 
 
-def section_table(heading: Heading, content: Mapping[str, Any]) -> str:
+def _section(heading: Heading, content: Mapping[str, Any]) -> str:
     """The table of a section, with where, when and with what it was measured."""
     is_map = heading is HEADINGS["map"]
     rows = content["rows"]
     head, cells = _map_table(rows) if is_map else _table(heading, rows)
-    return f"{caption(heading.title, content)}\n\n{table(head, cells)}"
-
-
-def caption(title: str, content: Mapping[str, Any]) -> str:
-    """A title, and where, when and with what a section was measured."""
     versions = ", ".join(f"{name} {v}" for name, v in content["versions"].items())
     driver = f", driver {content['driver']}" if content["driver"] else ""
     quick = " A quick run: smaller sizes, fewer samples." if content["quick"] else ""
-    return (
-        f"**{title}**, on {content['device']}{driver}, {content['date']}, "
-        f"{versions}.{quick}"
+    caption = f"{content['device']}{driver}, {content['date']}, {versions}.{quick}"
+    lines = "\n".join(
+        "| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *cells]
     )
+    return f"**{heading.title}**, on {caption}\n\n{lines}"
 
 
 def _table(heading: Heading, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of a section's table."""
-    columns: dict[str, Cell] = {
-        "name": lambda row: row.what,
-        "layer": _OPTIONAL["layer"],
-        "backend": lambda row: row.implementation,
-        heading.shape: lambda row: ", ".join(map(str, row.shape)),
-        "input": _OPTIONAL["input"],
-        "mesh": _OPTIONAL["mesh"],
-        "fallback rate": _OPTIONAL["fallback rate"],
-        "ms": lambda row: f"{row.ms:.3f}",
-        heading.rate: lambda row: f"{row.rate:.4g}",
-    }
-    if heading.ratio is not None:
-        columns[heading.ratio] = lambda row: f"{row.ratio:.2f}"
-        columns["in bursts"] = lambda row: f"{row.burst_ratio:.2f}"
+    without = () if heading.ratio else ("ratio", "in bursts")
     shown = {
-        title: cell
-        for title, cell in (columns | _OPTIONAL).items()
-        if title not in _OPTIONAL or any(map(cell, rows))
+        name: cell
+        for name, cell in _COLUMNS.items()
+        if name not in without and any(map(cell, rows))
     }
-    return list(shown), [[cell(row) for cell in shown.values()] for row in rows]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    cells = [[cell(row) for cell in shown.values()] for row in rows]
+    return [heading.names()[name] for name in shown], cells
 
 
 def _map_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

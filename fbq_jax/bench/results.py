@@ -24,6 +24,7 @@ from fbq_jax.kernels import tuning_table
 
 # The keys in the file of sections that have another name there.
 _KEYS = {"scaling": "scale", "parity": "losses"}
+_FIELDS = {"date", "device", "driver", "versions", "quick", "rows"}
 _PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton")
 
 
@@ -55,11 +56,13 @@ class Row:
     efficiency: float | None = None  # ``tokens_s`` over N times one device's
     errors: dict[str, float] = dataclasses.field(default_factory=dict)  # by name
     compile_s: float | None = None  # seconds of the first call
-    first_calls_s: dict[str, float] | None = None  # by layers, each in a new process
-    launches: float | None = None  # the kernels of one call, per layer
-    kernels_ms: float | None = None  # the kernels of one call together
-    gap_ms: float | None = None  # ``ms`` without ``kernels_ms``
-    conditionals: int | None = None  # of the compiled program
+    # Figures of older files: first calls in new processes by the number of layers, the
+    # kernels of a call per layer and their time, the rest of ``ms``, and branches.
+    first_calls_s: dict[str, float] | None = None
+    launches: float | None = None
+    kernels_ms: float | None = None
+    gap_ms: float | None = None
+    conditionals: int | None = None
     saved_bytes: float | None = None  # for the backward pass, per token
     peak_bytes: int | None = None  # allocated at once on a device
 
@@ -122,16 +125,14 @@ def load(path: Path) -> dict[str, Any]:
     """
     names = {key: name for name, key in _KEYS.items()}
     try:
-        return {
-            names.get(key, key): content
-            | {
-                "rows": [
-                    Row(**values | {"shape": tuple(values["shape"])})
-                    for values in content["rows"]
-                ]
-            }
-            for key, content in json.loads(path.read_text()).items()
-        }
+        sections = json.loads(path.read_text())
+        for section in sections.values():
+            if not section.keys() >= _FIELDS:
+                raise KeyError(*_FIELDS - section.keys())
+            section["rows"] = [
+                Row(**row | {"shape": tuple(row["shape"])}) for row in section["rows"]
+            ]
+        return {names.get(key, key): section for key, section in sections.items()}
     except OSError as error:
         raise ResultsError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

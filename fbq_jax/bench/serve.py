@@ -5,18 +5,20 @@ decoding step has one for each sequence, and spends its time on reading the weig
 A call decodes several tokens, as a generation loop in a program does.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fbq_jax import recipes
 from fbq_jax.bench import data, layers, matmuls, measure
+from fbq_jax.bench.compare import Comparison, Program
 from fbq_jax.bench.measure import Effort
-from fbq_jax.bench.results import Row, row, with_ratios
+from fbq_jax.bench.results import Row
 from fbq_jax.core.layer_stats import mean_rate
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.linen.freezing import freeze
@@ -46,7 +48,7 @@ class Layers(nn.Module):
 
     hidden: int
     intermediate: int
-    dot_general: FallbackDot | None
+    dot_general: FallbackDot | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -66,20 +68,14 @@ class Layers(nn.Module):
         return x
 
 
+def _qkv_width(hidden: int) -> int:
+    return hidden + 2 * hidden // _QUERIES_PER_KV_HEAD
+
+
 def _norm(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide**2, axis=1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean)).astype(x.dtype)
-
-
-class _Program(NamedTuple):
-    """Layers, as a function ``(variables, x) -> y``, with their weights."""
-
-    name: str
-    backend: str
-    fallback: float | None
-    apply: Callable[..., Any]
-    variables: Variables
 
 
 def rows(
@@ -92,25 +88,38 @@ def rows(
     Raises:
       WrongResultError: if an output differs from bf16's by more than INT8 may.
     """
-    for widths in dict.fromkeys(shape[1:] for shape in shapes):
-        programs = [*_programs(widths, implementation)]
-        for shape in shapes:
-            if shape[1:] == widths:
-                yield from with_ratios(_rows(shape, programs, effort))
+    for widths, group in itertools.groupby(shapes, lambda shape: shape[1:]):
+        hidden, intermediate = widths
+        weights = hidden * (_qkv_width(hidden) + hidden + 3 * intermediate)
+        models = [*_models(widths, implementation)]
+        for shape in group:
+            x = data.activation(jax.random.key(2), shape[:2])
+            calls = _TOKENS if shape[0] <= _DECODING_ROWS else 1
+            comparison = Comparison(
+                shape,
+                2.0 * DEPTH * shape[0] * weights * calls,
+                (x,),
+                {"y": _INT8_LIMIT},
+                results=lambda step: step()[:1],
+                burst_of="kernels",
+            )
+            programs = [_program(*model, x, calls) for model in models]
+            for row in comparison.rows(programs, effort):
+                ms, burst_ms = row.ms / calls, row.burst_ms / calls
+                yield dataclasses.replace(row, ms=ms, burst_ms=burst_ms)
 
 
-def _programs(
+def _models(
     widths: tuple[int, ...], implementation: str | None
-) -> Iterator[_Program]:
-    """bf16, and the same weights frozen by each recipe."""
+) -> Iterator[tuple[str, str, list[float], Layers, Variables]]:
+    """The name, the backend, the fallback rates, the layers and their variables."""
     hidden, intermediate = widths
     key = jax.random.key(0)
     x = data.activation(jax.random.key(1), (_SETTLING_ROWS, hidden))
-    floats = Layers(hidden, intermediate, None)
+    floats = Layers(hidden, intermediate)
     variables = jax.jit(floats.init)(key, x)
-    yield _Program("bf16", "xla", None, floats.apply, variables)
-    for name in layers.RECIPES:
-        recipe = recipes.NAMED[name]
+    yield "bf16", "xla", [], floats, variables
+    for name, recipe, backend in matmuls.supported(layers.RECIPES, implementation):
         dot = FallbackDot(recipe, implementation=implementation)
         model = Layers(hidden, intermediate, dot)
         first = jax.jit(lambda model=model: model.init(key, x)["fallback"])
@@ -119,50 +128,34 @@ def _programs(
         for _ in range(_SETTLING_STEPS):
             _, state = step(trained, x)
             trained |= state
-        backend = matmuls.forward_choice(recipe, implementation).backend
-        rate = None if recipe.criterion is None else mean_rate(trained)
-        frozen = freeze(model, trained, x)
-        yield _Program(name, backend, rate, model.apply, frozen)
+        rates = [] if recipe.criterion is None else [mean_rate(trained) or 0.0]
+        yield name, backend, rates, model, freeze(model, trained, x)
 
 
-def _rows(
-    shape: tuple[int, ...], programs: Sequence[_Program], effort: Effort
-) -> Iterator[Row]:
-    rows, hidden, intermediate = shape
-    x = data.activation(jax.random.key(2), (rows, hidden))
-    calls = _TOKENS if rows <= _DECODING_ROWS else 1
-    weights = hidden * (_qkv_width(hidden) + hidden + 3 * intermediate)
-    exact: jax.Array | None = None
-    for program in programs:
-        args = program.variables, x
-        apply, compile_s, (y, _) = measure.first_call(_chain(program, calls), *args)
-        exact = y if exact is None else exact
-        what = f"{program.name} at {shape}"
-        timing = measure.timing(apply, *args, effort=effort)
-        yield row(
-            timing._replace(ms=timing.ms / calls, burst_ms=timing.burst_ms / calls),
-            2.0 * DEPTH * rows * weights,
-            what=program.name,
-            implementation=program.backend,
-            shape=shape,
-            fallback=program.fallback,
-            errors=measure.checked_errors({"y": _INT8_LIMIT}, (y,), (exact,), what),
-            compile_s=compile_s,
-        )
+def _program(
+    name: str,
+    backend: str,
+    rates: list[float],
+    model: Layers,
+    variables: Variables,
+    x: jax.Array,
+    calls: int,
+) -> Program:
+    """Calls that follow each other; their results are the first and the last output."""
 
-
-def _chain(program: _Program, calls: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The first and the last output of calls that follow each other, jitted."""
-
-    @jax.jit
-    def chain(variables: Variables, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first = last = program.apply(variables, x)
+    def chain(variables: Variables, x: jax.Array) -> tuple[Any, Any]:
+        first = last = model.apply(variables, x)
         for _ in range(calls - 1):
-            last = program.apply(variables, last)
+            last = model.apply(variables, last)
         return first, last
 
-    return chain
-
-
-def _qkv_width(hidden: int) -> int:
-    return hidden + 2 * hidden // _QUERIES_PER_KV_HEAD
+    compiled, seconds, _ = measure.first_call(jax.jit(chain), variables, x)
+    return Program(
+        name,
+        backend,
+        # Serving changes nothing, and a program would copy what it returns unchanged.
+        lambda variables, x: (variables, compiled(variables, x)),
+        lambda: variables,
+        seconds,
+        lambda _: rates,
+    )

@@ -21,7 +21,6 @@ from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices, is_req
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
-from fbq_jax.core.weight_marks import mark_weight
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
@@ -57,11 +56,10 @@ class DotConfig:
             )
         dispatch.check_name(self.implementation)
 
-    def mark(self, rhs: jax.Array, precision: Any) -> tuple[jax.Array, Any]:
-        """The weight, marked for reports, and the precision that is left to meet."""
-        ignores = self.ignore_precision and is_requested(precision)
-        rhs = mark_weight(rhs, self.recipe, ignores_precision=ignores)
-        return rhs, None if ignores else precision
+    def ignoring(self, arguments: DotArguments) -> tuple[DotArguments, bool]:
+        """The arguments without a precision that is ignored, and whether one is."""
+        ignores = self.ignore_precision and is_requested(arguments.precision)
+        return arguments._replace(precision=None) if ignores else arguments, ignores
 
 
 def dot_general(
@@ -184,13 +182,12 @@ class LayerDot:
         """Computes the product with lhs, and updates the state."""
         with self.named():
             old = threshold.canonicalize_state(self.state)
-            weight, precision = self.config.mark(self.weight, arguments.precision)
             out, stats = _seeded_dot_general(
                 self.config,
                 threshold.scalars_of(old),
                 lhs,
-                weight,
-                arguments._replace(precision=precision),
+                self.weight,
+                arguments,
                 self.codes,
                 is_frozen=self.is_frozen,
             )

@@ -1,22 +1,27 @@
-"""INT8 weights of frozen layers, which serve and no longer train.
+"""Weights that arrive quantized: a layer's state has their codes.
 
-A frozen layer keeps the codes of its weight next to the state of its dot.  In place of
-the kernel it has a ``FrozenKernel``, with a shape and a dtype but no bytes, because a
-layer such as ``nn.Dense`` reads its kernel and casts it before it calls
-``dot_general``.  The layer therefore computes in the same dtypes as in training, while
-the dot reads the codes.
+A frozen layer serves and no longer trains.  It keeps the codes of its weight next to
+the state of its dot.  In place of the kernel it has a ``FrozenKernel``, with a shape
+and a dtype but no bytes, because a layer such as ``nn.Dense`` reads its kernel and
+casts it before it calls ``dot_general``.  The layer therefore computes in the same
+dtypes as in training, while the dot reads the codes.
 
-``freeze`` learns how a layer multiplies (dtype, contracted axes) by tracing the model
-under ``record_weights``: every quantized layer reports its weight to the recorder.
+A training step may also have codes beside its kernels, for all of its microbatches.
+
+The layers themselves make the codes, of the operand that they multiply by, when the
+model runs inside ``make_codes``.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from fbq_jax.core import threshold
 from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
@@ -24,8 +29,10 @@ from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.gemms import quantize_rhs
 from fbq_jax.core.serialization import serializable_dataclass, serializable_static
 from fbq_jax.core.spec import Spec
+from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.quantized import Quantized
 from fbq_jax.recipes.schema import Recipe
+from fbq_jax.sharding.explicit_axes import apply_by_rows
 
 # The contracting and the batch dimensions of a product's right operand.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -92,123 +99,85 @@ class FrozenWeight:
     kept: bool = False
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes"],
+    meta_fields=["axes", "dtype"],
+)
 @dataclass(frozen=True)
-class ViewStep:
-    """A primitive of JAX between a parameter and the operand of a product.
+class StepWeight:
+    """The codes of a layer's weight, for all microbatches of a step.
 
     Attributes:
-      primitive: takes the array and the other operands.
-      operands: the other operands.
-      params: the parameters of the primitive, sorted.
-    """
-
-    primitive: Any
-    operands: tuple[Any, ...]
-    params: tuple[tuple[str, Any], ...]
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes the step."""
-        return self.primitive.bind(x, *self.operands, **dict(self.params))
-
-
-View = tuple[ViewStep, ...]
-
-
-@dataclass(frozen=True)
-class WeightUse:
-    """How a layer multiplies by its weight.
-
-    Attributes:
-      shape: the shape of the right operand, without the axes of stacked layers.
+      codes: the codes that the layer's forward and backward products read.
+      axes: the contracting and the batch dimensions of the product's right operand.
       dtype: the dtype of the right operand.
-      dimension_numbers: the product's, as in ``lax.dot_general``.
-      view: the steps from the parameter to the right operand, if the model's own code
-        takes them; casts and reshapes of layers are none.
-      parameter: the path of the parameter, if a Linen model's own code multiplies by
-        it; otherwise empty.
     """
 
-    shape: tuple[int, ...]
+    codes: Layouts
+    axes: Axes
     dtype: Any
-    dimension_numbers: DimensionNumbers
-    view: View = ()
-    parameter: tuple[str, ...] = ()
 
-
-class WeightRecorder:
-    """Collects how layers multiply by their weights while their model is traced.
-
-    Attributes:
-      uses: maps the path of each layer to freeze to its use; None until the layer ran.
-      view: the view of the product that is being traced.
-      borrowing: the paths of layers that multiply by a weight of another module.
-      shared: the paths of Linen layers whose steps or examples share their weight.
-    """
-
-    def __init__(self, layers: Iterable[str], shared: Iterable[str] = ()):
-        self.shared = frozenset(shared)
-        self.uses: dict[str, WeightUse | None] = dict.fromkeys(layers)
-        self.view: View = ()
-        self.borrowing: set[str] = set()
-
-    def report(
+    def codes_for(
         self,
         layer: str,
-        weight: jax.Array,
+        make: Callable[[], jax.Array],
         dimension_numbers: DimensionNumbers,
-        parameter: tuple[str, ...] = (),
-    ) -> bool:
-        """Records a layer's product; returns whether ``freeze`` freezes the layer.
-
-        Args:
-          layer: the layer's path.
-          weight: the right operand of the product.
-          dimension_numbers: the product's.
-          parameter: the ``parameter`` of its ``WeightUse``.
+    ) -> Layouts:
+        """The codes, for a product whose right operand ``make`` would make.
 
         Raises:
-          ValueError: the layer multiplies by its weight in two ways.
+          ValueError: they are of a weight of another shape or dtype, or of another
+            product.
         """
-        view, self.view = self.view, ()
-        if layer not in self.uses:
-            return False
-        if (earlier := self.uses[layer]) is not None:
-            check_axes(rhs_axes(earlier.dimension_numbers), dimension_numbers, layer)
-        if earlier is not None and earlier.parameter != parameter:
+        check_axes(self.axes, dimension_numbers, layer)
+        w = jax.eval_shape(lambda: rhs_matrix(make(), dimension_numbers))
+        batch, rows, columns = w.shape
+        rowwise, colwise = (x and x.shape for x in self.codes[:2])
+        fits = rowwise in (None, w.shape) and colwise in (None, (batch, columns, rows))
+        if not fits or self.dtype != w.dtype:
             raise ValueError(
-                f"layer {layer!r} has one state for products with several parameters, "
-                f"{'/'.join(earlier.parameter)!r} and {'/'.join(parameter)!r}: freeze "
-                "takes layers whose products each have a state of their own"
+                f"layer {layer!r} multiplies by {w.dtype}{list(w.shape)} and has codes "
+                f"of {self.dtype}{list(rowwise or colwise or ())}: call "
+                "quantize_weights_once with arguments of the types that the step "
+                "passes, and slice codes of stacked layers as their parameters"
             )
-        chosen = any(
-            isinstance(operand, jax.core.Tracer)
-            for step in view
-            for operand in step.operands
-        )
-        same = [
-            use
-            for use in self.uses.values()
-            if use is not None and parameter and use.parameter == parameter
-        ]
-        if earlier is not None:
-            same.append(earlier)
-        if chosen or any(use.view != view for use in same):
-            raise ValueError(
-                f"layer {layer!r} multiplies by several parts of its parameter: freeze "
-                "takes layers that multiply by it in one way"
-            )
-        self.uses[layer] = WeightUse(
-            weight.shape, weight.dtype, dimension_numbers, view, parameter
-        )
-        return True
+        return self.codes
 
-    def skip(self, layer: str) -> None:
-        """Leaves out a layer that multiplies by no weight."""
-        self.uses.pop(layer, None)
+
+@dataclass(eq=False)
+class Making:
+    """A call of a model in which its layers make codes of their weights.
+
+    Attributes:
+      layers: the paths of the layers that make codes; None for all layers.
+      for_step: whether the codes are for a training step; otherwise for ``freeze``.
+      shared: the paths of Linen layers whose steps or examples share their weight.
+      made: maps the path of each layer that made codes to what says how: the axes of
+        the right operand and, in NNX, the shapes of the codes, in Linen the parameter.
+      left: the paths of layers that make none.
+    """
+
+    layers: Collection[str] | None
+    for_step: bool = False
+    shared: Collection[str] = ()
+    made: dict[str, tuple[Axes, Any]] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
+
+    def add(self, layer: str, dimension_numbers: DimensionNumbers, what: Any) -> None:
+        """Adds a layer that makes codes.
+
+        Raises:
+          ValueError: it multiplies by its weight in two ways.
+        """
+        if layer in self.made:
+            check_axes(self.made[layer][0], dimension_numbers, layer)
+        self.made[layer] = rhs_axes(dimension_numbers), what
 
     def check_all_ran(self) -> None:
         """Raises ValueError if a layer to freeze did not run."""
-        if idle := [layer for layer, use in self.uses.items() if use is None]:
+        known = {*self.made, *self.left}
+        if idle := [layer for layer in self.layers or () if layer not in known]:
             raise ValueError(
                 f"the call that freeze was given does not run {', '.join(idle)}; pass "
                 "arguments (or, in Linen, a method=) that run every quantized layer, "
@@ -217,22 +186,25 @@ class WeightRecorder:
 
 
 # Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_recorder = jax.make_user_context(None)
+_making = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def record_weights(
-    layers: Iterable[str], shared: Iterable[str] = ()
-) -> Iterator[WeightRecorder]:
-    """Makes layers that are traced inside report to the recorder that it yields."""
-    recorder = WeightRecorder(layers, shared)
-    with _recorder(recorder):
-        yield recorder
+def make_codes(making: Making) -> Iterator[None]:
+    """Makes the layers of a model that runs inside make codes of their weights."""
+    with _making(making):
+        yield
 
 
-def active_recorder() -> WeightRecorder | None:
-    """The recorder to report to; None unless ``freeze`` traces a model."""
-    return _recorder.value
+def active_making() -> Making | None:
+    """What asks layers for codes; None unless a model runs inside ``make_codes``."""
+    making: Making | None = _making.value
+    return making
+
+
+def is_freezing() -> bool:
+    """Whether ``freeze`` asks layers for codes."""
+    return _making.value is not None and not _making.value.for_step
 
 
 def quantize_weight(
@@ -259,6 +231,16 @@ def quantize_weight(
     # Stored weights have the same arrays, whatever device freezes them.
     codes = replace(codes, main=codes.main._replace(sums=None))
     return FrozenWeight(codes, recipe, w.shape, rhs_axes(dimension_numbers))
+
+
+def differ(a: Any, b: Any) -> jax.Array:
+    """Whether two weights of a layer have other codes."""
+    if jax.tree.map(jnp.shape, a) != jax.tree.map(jnp.shape, b):
+        return jnp.array(True)
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    # A NaN, which is the scale of a block with one, equals itself here.
+    equal = [jnp.array_equal(x, y, equal_nan=True) for x, y in pairs]
+    return ~jnp.all(jnp.stack(equal))
 
 
 def rhs_axes(dimension_numbers: DimensionNumbers) -> Axes:
@@ -318,3 +300,59 @@ def check_thetas(states: Mapping[str, tuple[Recipe, Any]]) -> None:
 def as_array(x: Any) -> Any:
     """Zeros for a ``jax.ShapeDtypeStruct``: the values do not affect the weights."""
     return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+
+def quantize_step_weight(
+    config: DotConfig, w: jax.Array, dimension_numbers: DimensionNumbers
+) -> StepWeight:
+    """Quantizes the right operand of a product, rounded to nearest, as it would."""
+    spec = Spec(config.recipe, w.dtype, w.dtype, w.dtype, config.implementation)
+
+    def quantize(matrices: jax.Array) -> Layouts:
+        no_seed = jnp.zeros((), jnp.uint32)  # nearest rounding draws no noise
+        return quantize_rhs(spec, matrices, None, no_seed, save=True)
+
+    def specs_of(batch: Any, rows: Any, columns: Any) -> Layouts:
+        specs: Any = P(batch, rows, columns), P(batch, columns, rows)
+        return Layouts(*specs)
+
+    matrices = rhs_matrix(w, dimension_numbers)
+    codes = apply_by_rows(quantize, matrices, specs_of=specs_of)
+    return StepWeight(codes, rhs_axes(dimension_numbers), w.dtype)
+
+
+def quantizes_weights(recipe: Recipe) -> bool:
+    """Whether a recipe quantizes weights at all."""
+    return (recipe.fwd.rhs, recipe.dlhs.rhs) != (None, None)
+
+
+def has_constant_codes(recipe: Recipe) -> bool:
+    """Whether each call with a weight has the same codes of it."""
+    roundings = recipe.fwd.rhs, recipe.dlhs.rhs
+    return recipe.where_slower == "quantize" and "stochastic" not in roundings
+
+
+def check_found(codes: object, left: Collection[str], stacklevel: int) -> None:
+    """Warns about layers that ``quantize_weights_once`` leaves out.
+
+    Args:
+      codes: what it made; empty for none.
+      left: the paths of layers that will quantize their weights in every call.
+      stacklevel: of the warning, in the caller.
+
+    Raises:
+      ValueError: there are neither codes nor such layers.
+    """
+    if not codes and not left:
+        raise ValueError(
+            "quantize_weights_once found no layer that quantizes its kernel with a "
+            "FallbackDot: pass the quantized model, and arguments that run its layers"
+        )
+    if left:
+        warnings.warn(
+            f"these layers quantize their weights in every call: "
+            f"{', '.join(sorted(left))}. quantize_weights_once takes layers of Flax "
+            "and fbq_jax that multiply by their parameter 'kernel' in this call, with "
+            "nearest rounding and where_slower='quantize'",
+            stacklevel=stacklevel + 1,
+        )

@@ -4,8 +4,8 @@
     a norm and a gated MLP      (silu(gate) * up) . W_down
                                 where [gate, up] = rms_norm(x) . W_up
 
-SwiGLU (arXiv 2002.05202) is the gate.  ``norm_mlp`` computes both, and
-``fbq_jax.experts.fused`` the second without a norm, for a mixture of experts.
+SwiGLU (arXiv 2002.05202) is the gate.  ``norm_mlp`` computes both, and the second
+without a norm for a mixture of experts.
 
 The results equal ``fbq_jax.nonlinear`` followed by ``fbq_jax.core.gemms``, except
 that a bfloat16 or float16 gate is rounded once instead of twice.  ``quantize`` takes
@@ -55,12 +55,12 @@ class FusedSpec(NamedTuple):
 
 
 class _SavedMLP(NamedTuple):
-    """The residuals of a norm and its linear layer; and of a gate and its own, or None.
+    """The residuals of a norm or None and its linear layer; and of a gate and its own.
 
     ``gate`` are the packed factors of the gradients of gate and up.
     """
 
-    norm: SavedNorm
+    norm: SavedNorm | None
     up: SavedMatmul | None
     gate: Packed | None = None
     down: SavedMatmul | None = None
@@ -99,10 +99,11 @@ def _in_row_blocks(recipe: Recipe) -> bool:
 def norm_mlp(
     spec: FusedSpec,
     x: jax.Array,
-    norm_scale: jax.Array,
+    norm_scale: jax.Array | None,
     weights: tuple[jax.Array | None, ...],
     codes: tuple[Layouts | None, ...],
     scalars: tuple[Scalars, ...],
+    rows: tuple[Rows, Rows] = (MATRICES, MATRICES),
 ) -> tuple[jax.Array, tuple[Stats, ...]]:
     """Applies a norm and a linear layer; or, with two weights, a norm and a gated MLP.
 
@@ -111,43 +112,60 @@ def norm_mlp(
         dtype.
       x: bfloat16, float16 or float32 ``[B, M, K]`` or ``[B, G, R, K]``, as for
         ``gemms.matmul``.
-      norm_scale: float32 ``[K]``.
+      norm_scale: float32 ``[K]``; None for no norm in front of the MLP.
       weights: of the linear layer, float ``[B, K, N]``; or of the MLP, float
         ``[B, K, 2 F]``, the kernels of gate and up as ``sources.join_gate_up`` joins
-        them, and ``[B, F, N]``.  A frozen layer has None.
+        them, or without a norm up after gate, and ``[B, F, N]``.  A frozen layer has
+        None.
       codes: the weights as they were quantized before; None to quantize them here.
       scalars: the threshold and the seeds of each GEMM.
+      rows: how the rows of x, and those of the hidden layer, lie.
 
     Returns:
       ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.gemm.dtype``, and the stats of each
       GEMM.
     """
-    return _norm_mlp(spec, x, norm_scale, weights, codes, scalars, save=False)[0]
+    args = x, norm_scale, weights, codes, scalars, rows
+    return _norm_mlp(spec, *args, save=False)[0]
 
 
 def _norm_mlp(
     spec: FusedSpec,
     x: jax.Array,
-    norm_scale: jax.Array,
+    norm_scale: jax.Array | None,
     weights: tuple[jax.Array | None, ...],
     codes: tuple[Layouts | None, ...],
     scalars: tuple[Scalars, ...],
+    rows: tuple[Rows, Rows],
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[Stats, ...]], _SavedMLP]:
-    gemm, bits = spec.gemm, spec.norm.bits
-    scales = jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape))
-    norm = Norm(x, scales, spec.norm.epsilon, bits)
-    _, _, indices = MATRICES.stack(x)
-    y, stats, (normalized, rstd), saved = _quantize_and_multiply(
-        gemm, norm, indices, weights[0], codes[0], scalars[0], MATRICES, save=save
-    )
-    scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
-    saved_norm = SavedNorm(normalized, rstd, scale_row)
+    gemm, bits, saved_norm = spec.gemm, spec.norm.bits, None
+    if norm_scale is None:
+        (y, stats), saved = gemms.matmul_fwd(
+            gemm, x, weights[0], scalars[0], codes[0], rows[0], save=save
+        )
+    else:
+        scales = jnp.broadcast_to(norm_scale, (len(x), *norm_scale.shape))
+        norm = Norm(x, scales, spec.norm.epsilon, bits)
+        _, _, indices = rows[0].stack(x)
+        y, stats, (normalized, rstd), saved = _quantize_and_multiply(
+            gemm, norm, indices, weights[0], codes[0], scalars[0], rows[0], save=save
+        )
+        scale_row = jnp.expand_dims(norm_scale, range(x.ndim - 1))
+        saved_norm = SavedNorm(normalized, rstd, scale_row)
     if len(weights) == 1:
         return (y, (stats,)), _SavedMLP(saved_norm, saved)
     y, down_stats, factors, saved_down = multiply_gated(
-        gemm, y, weights[1], codes[1], scalars[1], bits=bits, save=save
+        gemm,
+        y,
+        weights[1],
+        codes[1],
+        scalars[1],
+        rows[1],
+        bits=bits,
+        interleaved=norm_scale is not None,
+        save=save,
     )
     return (y, (stats, down_stats)), _SavedMLP(saved_norm, saved, factors, saved_down)
 
@@ -234,7 +252,7 @@ def _norm_mlp_bwd(
     spec: FusedSpec,
     saved: _SavedMLP,
     cotangents: tuple[jax.Array, tuple[Stats, ...]],
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...], None, None]:
+) -> tuple[Any, ...]:
     dy, _ = cotangents
     gemm = spec.gemm
     assert saved.up is not None
@@ -243,14 +261,21 @@ def _norm_mlp_bwd(
         grad = gemms.quantize_cotangent(gemm, saved.up, dy)
     else:
         grad, *dw_down = gated_bwd(
-            gemm, saved.up, saved.gate, saved.down, dy, bits=spec.norm.bits
+            gemm,
+            saved.up,
+            saved.gate,
+            saved.down,
+            dy,
+            bits=spec.norm.bits,
+            interleaved=saved.norm is not None,
         )
-    dnormalized, dw = gemms.backward(gemm, saved.up, grad)
-    dx, dscale = nonlinear.norm_bwd(
-        spec.norm, saved.norm, dnormalized.astype(jnp.float32)
-    )
-    assert dscale is not None
-    return dx.astype(gemm.lhs_dtype), dscale.reshape(-1), (dw, *dw_down), None, None
+    dx, dw = gemms.backward(gemm, saved.up, grad)
+    dscale = None
+    if saved.norm is not None:
+        dx, dscale = nonlinear.norm_bwd(spec.norm, saved.norm, dx.astype(jnp.float32))
+        assert dscale is not None
+        dx, dscale = dx.astype(gemm.lhs_dtype), dscale.reshape(-1)
+    return dx, dscale, (dw, *dw_down), None, None, None
 
 
 def gated_bwd(

@@ -1,18 +1,14 @@
 """Statistics of the layers' thresholds for logs, and a check that they move."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from flax import struct
 
+from fbq_jax.core.threshold import layer_path
 from fbq_jax.sharding.layer_names import is_first, warn_first
-
-SLOT = "dot_general"
-"""The name under which a layer keeps its state."""
-ROOT = "(root)"
-"""The path of a layer that is a model of its own."""
 
 
 @struct.dataclass
@@ -112,12 +108,6 @@ def _are_equal(seeds: Any) -> bool:
         size > 1 and bool(np.all(seeds == seeds.take([0], axis)))
         for axis, size in enumerate(seeds.shape)
     )
-
-
-def layer_path(path: Sequence[Any]) -> str:
-    """The path of the layer that keeps its state at ``path``: ``"layers/mlp/down"``."""
-    layer = path[:-1] if path[-1:] == (SLOT,) else path
-    return "/".join(map(str, layer)) or ROOT
 
 
 def mean_rate(variables: Mapping[str, Any]) -> float | None:

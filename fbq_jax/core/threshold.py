@@ -3,7 +3,7 @@
 ``fbq_jax.kernels.threshold_reference`` defines how the threshold is set and moves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import jax
@@ -16,6 +16,11 @@ from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer
 from fbq_jax.sharding.manual_axes import device_seed
+
+SLOT = "dot_general"
+"""The name under which a layer keeps its state."""
+ROOT = "(root)"
+"""The path of a layer that is a model of its own."""
 
 
 class State(TypedDict):
@@ -97,6 +102,12 @@ class Stats(NamedTuple):
     metric: jax.Array
     next_theta: jax.Array
     next_count: jax.Array
+
+
+def layer_path(path: Sequence[Any]) -> str:
+    """The path of the layer that keeps its state at ``path``: ``"layers/mlp/down"``."""
+    layer = path[:-1] if path[-1:] == (SLOT,) else path
+    return "/".join(map(str, layer)) or ROOT
 
 
 def start(recipe: Recipe, seed: jax.Array | int = 0) -> State:

@@ -4,9 +4,7 @@ Rows arrive where products read them, in the tiles of their expert, and outputs 
 to the rows that they were computed from: nothing is sorted on the way.
 """
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,10 +62,9 @@ def row_slices(
     high = low + jnp.repeat(share, local)[None] * TILE
     low, high = (jnp.clip(x, 0, sizes[None]) for x in (low, high))
     # Each copy starts at the place of its first tile, which may have any expert.
-    expert = jnp.arange(plan.num_experts, dtype=jnp.int32)
-    has_rows = high > low
+    expert = jnp.arange(len(plan), dtype=jnp.int32)
     first_place = jnp.where(
-        has_rows, place(expert[None], low), jnp.iinfo(jnp.int32).max
+        high > low, place(expert[None], low), jnp.iinfo(jnp.int32).max
     )
     origin = jnp.min(first_place.reshape(plan.copies, plan.parts, local), axis=2)
     origin = jnp.repeat(origin, local, axis=1)
@@ -95,34 +92,26 @@ def to_experts(plan: Exchange, x: jax.Array, size: int, slices: RowSlices) -> ja
     return exchange_slices(x, size, exchanged, plan.sharding.axes)
 
 
-def _to_tokens(plan: Exchange, x: jax.Array, size: int, slices: RowSlices) -> jax.Array:
+def _to_tokens(plan: Exchange, x: jax.Array, size: int) -> jax.Array:
     """Inside ``over_devices``: the reverse of ``to_experts``."""
-    sent, received = _received(plan, slices), _sent(plan, slices)
-    exchanged = Slices(
-        starts=sent.targets,
-        sizes=sent.sizes,
-        targets=sent.starts,
-        received=received.sizes,
-        places=received.starts,
-    )
+    slices = row_slices(plan)
+    back, kept = _received(plan, slices), _sent(plan, slices)
+    exchanged = Slices(back.targets, back.sizes, back.starts, kept.sizes, kept.starts)
     return exchange_slices(x, size, exchanged, plan.sharding.axes)
 
 
 def _sent(plan: Exchange, slices: RowSlices) -> RowSlices:
     """The slices that this device sends to experts, int32 ``[C E]``."""
-    index = lax.axis_index(plan.sharding.axes)
-    return RowSlices(*(x[index].reshape(-1) for x in slices))
+    return RowSlices(*(x[plan.device].reshape(-1) for x in slices))
 
 
 def _received(plan: Exchange, slices: RowSlices) -> RowSlices:
     """The slices that this device's experts receive, int32 ``[S E / D]``."""
     local = plan.local_experts
-    index = lax.axis_index(plan.sharding.axes)
-    copy, part = index // plan.parts, index % plan.parts
 
     def of_experts(x: jax.Array) -> jax.Array:
-        own = lax.dynamic_slice_in_dim(x[:, copy], part * local, local, axis=1)
-        return own.reshape(-1)
+        own = x[:, plan.copy]
+        return lax.dynamic_slice_in_dim(own, plan.part * local, local, 1).reshape(-1)
 
     return RowSlices(*map(of_experts, slices))
 
@@ -138,13 +127,11 @@ def send_rows(plan: Exchange, x: jax.Array) -> jax.Array:
       ``[D, C, R, K]``, with R of a multiple of 128 rows and zeros for missing ones.
     """
 
-    def local(x: jax.Array, order: jax.Array, slices: RowSlices) -> jax.Array:
-        rows = x.reshape(-1, x.shape[-1])[token_of(order, x)]
-        return to_experts(plan, rows, plan.slots * TILE, slices)[None, None]
+    def local(plan: Exchange, x: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])[token_of(plan.order, x)]
+        return to_experts(plan, rows, plan.slots, row_slices(plan))[None, None]
 
-    specs = plan.by_token, plan.by_token, P()
-    run = plan.over_devices(local, specs, plan.by_expert)
-    return run(x, plan.order, row_slices(plan))
+    return plan.over_devices(local, (plan.by_token,), plan.by_expert)(x)
 
 
 def return_rows(plan: Exchange, y: jax.Array) -> jax.Array:
@@ -153,12 +140,10 @@ def return_rows(plan: Exchange, y: jax.Array) -> jax.Array:
     Dropped rows are zeros.
     """
 
-    def local(y: jax.Array, positions: jax.Array, slices: RowSlices) -> jax.Array:
-        return _to_tokens(plan, y[0, 0], positions.size, slices)[positions]
+    def local(plan: Exchange, y: jax.Array) -> jax.Array:
+        return _to_tokens(plan, y[0, 0], plan.order.size)[plan.positions]
 
-    specs = plan.by_expert, plan.by_token, P()
-    run = plan.over_devices(local, specs, plan.by_token)
-    return run(y, plan.positions, row_slices(plan))
+    return plan.over_devices(local, (plan.by_expert,), plan.by_token)(y)
 
 
 def sum_rows(y: jax.Array) -> jax.Array:
@@ -171,55 +156,32 @@ def token_of(order: jax.Array, x: jax.Array) -> jax.Array:
     return order // (order.size // len(x)) if x.ndim == 2 else order
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["plan"], meta_fields=["sends"]
-)
-@dataclasses.dataclass(frozen=True)
-class ExchangedGroups:
-    """The groups of a ragged dot whose rows are exchanged before or after it.
+def float_dot(plan: Exchange, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """``lax.ragged_dot`` on each device, unquantized.
 
-    It takes the place of the sizes of the groups.
-
-    Attributes:
-      plan: the plan.
-      sends: True if lhs is tokens ``[T, K]``, whose rows are sent, and the output
-        ``[D, C, R, N]`` is on the devices of the experts; False if lhs is there, and
-        the output returns to the tokens as ``[T, k, N]``.
+    Args:
+      plan: the plan, which says what lhs and the result are.
+      lhs: as ``Exchange.sends`` says.
+      rhs: ``[E, K, N]``.
     """
+    tiles = plan.tiles(TILE)
+    lhs = _send(plan, lhs) if plan.sends else lhs
+    is_of = jax.nn.one_hot(tiles.groups, plan.local_experts, dtype=jnp.int32)
+    row = jnp.arange(TILE, dtype=jnp.int32)[None, None, None, :]
+    is_row = (row < tiles.row_counts[..., None]).reshape(*lhs.shape[:3], 1)
 
-    plan: Exchange
-    sends: bool
+    def local(
+        _: Exchange, lhs: jax.Array, is_row: jax.Array, rhs: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        # A quantized dot leaves values without a meaning in missing rows.
+        rows = jnp.where(is_row, lhs, jnp.zeros_like(lhs))[0, 0]
+        return lax.ragged_dot(rows, rhs, sizes[0, 0])[None, None]
 
-    def __len__(self) -> int:
-        """The number of experts."""
-        return self.plan.num_experts
-
-    def float_dot(self, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
-        """``lax.ragged_dot`` on each device, unquantized.
-
-        Args:
-          lhs: as the class says.
-          rhs: ``[E, K, N]``.
-          **options: as for ``lax.ragged_dot``.
-        """
-        plan, tiles = self.plan, self.plan.tiles(TILE)
-        lhs = _send(plan, lhs) if self.sends else lhs
-        is_of = jax.nn.one_hot(tiles.groups, plan.local_experts, dtype=jnp.int32)
-        row = jnp.arange(TILE, dtype=jnp.int32)[None, None, None, :]
-        is_row = (row < tiles.row_counts[..., None]).reshape(*lhs.shape[:3], 1)
-
-        def local(
-            lhs: jax.Array, is_row: jax.Array, rhs: jax.Array, sizes: jax.Array
-        ) -> jax.Array:
-            # A quantized dot leaves values without a meaning in missing rows.
-            rows = jnp.where(is_row, lhs, jnp.zeros_like(lhs))[0, 0]
-            return lax.ragged_dot(rows, rhs, sizes[0, 0], **options)[None, None]
-
-        by_expert, by_part = plan.by_expert, P(plan.sharding.experts)
-        specs = by_expert, by_expert, by_part, by_expert
-        run = plan.over_devices(local, specs, by_expert)
-        y = run(lhs, is_row, rhs, TILE * jnp.sum(is_of, axis=2))
-        return y if self.sends else _return(plan, y)
+    by_expert, by_part = plan.by_expert, P(plan.sharding.experts)
+    specs = by_expert, by_expert, by_part, by_expert
+    run = plan.over_devices(local, specs, by_expert)
+    y = run(lhs, is_row, rhs, TILE * jnp.sum(is_of, axis=2))
+    return y if plan.sends else _return(plan, y)
 
 
 @jax.custom_vjp

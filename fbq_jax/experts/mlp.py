@@ -8,24 +8,24 @@ the activations.
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fbq_jax.core import nonlinear
 from fbq_jax.core.dot_general import LayerDot
-from fbq_jax.experts.exchange import ExchangedGroups, sum_rows
+from fbq_jax.experts.exchange import sum_rows
+from fbq_jax.experts.expert_sharding import ExpertSharding
 from fbq_jax.experts.fused import can_fuse, fused_experts
-from fbq_jax.experts.plan import Exchange, ExpertSharding, exchange_plan
+from fbq_jax.experts.plan import Exchange, plan_dispatch
 from fbq_jax.experts.ragged_dot import (
     Groups,
+    check_automatic,
     layer_ragged_dot,
     ragged_dot_in_float,
 )
-from fbq_jax.experts.routing import Routes, Routing, count_tokens
-from fbq_jax.sharding.ragged_exchange import exclusive_sum
+from fbq_jax.experts.routing import Routes, Routing, route
 
 
 class GroupedLayer(Protocol):
@@ -42,123 +42,56 @@ class GroupedLayer(Protocol):
         """
 
 
-class Dispatch(NamedTuple):
-    """The order of the rows that the experts compute; all fields are int32.
-
-    Row ``j`` is token ``order[j] // k``, for its expert number ``order[j] % k``.
-
-    Attributes:
-      order: ``[T k]``.
-      positions: ``[T, k]``, the row of each token for each of its experts; the inverse
-        of ``order``.
-      group_sizes: ``[E]``, the number of rows of each expert; dropped rows come last
-        and are in no group.
-      dropped: ``[]``, the number of dropped rows.
-    """
-
-    order: jax.Array
-    positions: jax.Array
-    group_sizes: jax.Array
-    dropped: jax.Array
+def tokens_of(x: jax.Array) -> jax.Array:
+    """The tokens ``[T, D]`` of x; ValueError if x is sharded over explicit axes."""
+    check_automatic(x)
+    return x.reshape(-1, x.shape[-1])
 
 
-def dispatch(
-    experts: jax.Array, num_experts: int, capacity: jax.Array | int | None = None
-) -> Dispatch:
-    """Sorts tokens by expert; the tokens of one expert keep their order.
-
-    Args:
-      experts: int32 ``[T, k]``, the experts of each token.
-      num_experts: E.
-      capacity: the most rows of an expert, which drops its last ones, or int32 ``[E]``
-        of each expert; None for all.
-
-    >>> dispatch(jnp.array([[1, 0], [1, 2]]), num_experts=3, capacity=1)
-    ... # doctest: +NORMALIZE_WHITESPACE
-    Dispatch(order=Array([1, 0, 3, 2], dtype=int32),
-             positions=Array([[1, 0], [3, 2]], dtype=int32),
-             group_sizes=Array([1, 1, 1], dtype=int32),
-             dropped=Array(1, dtype=int32))
-    """
-    flat = experts.reshape(-1)
-    order, positions = _sort(flat)
-    sizes = count_tokens(flat, num_experts)
-    if capacity is not None:
-        most = jnp.broadcast_to(capacity, sizes.shape)
-        starts = exclusive_sum(sizes)
-        flat = jnp.where(positions - starts[flat] < most[flat], flat, num_experts)
-        order, positions = _sort(flat)
-        sizes = jnp.minimum(sizes, most)
-    dropped = flat.size - jnp.sum(sizes, dtype=jnp.int32)
-    return Dispatch(order, positions.reshape(experts.shape), sizes, dropped)
-
-
-def plan_dispatch(
-    routing: Routing, experts: jax.Array, sharding: ExpertSharding | None
-) -> tuple[Dispatch | Exchange, jax.Array]:
-    """How tokens get to their experts, and the number of dropped rows, int32 ``[]``.
-
-    Args:
-      routing: the settings.
-      experts: int32 ``[T, k]``, the experts of each token.
-      sharding: the mesh axes of experts; None if each device has all.
-
-    Raises:
-      ValueError: the mesh, the experts or the tokens do not fit the sharding.
-    """
-    number, capacity = routing.num_experts, routing.capacity(experts.shape[0])
-    if sharding is None:
-        plan = dispatch(experts, number, capacity)
-        return plan, plan.dropped
-    exchange = exchange_plan(sharding, experts, number, capacity, dispatch)
-    kept = jnp.sum(exchange.group_sizes, dtype=jnp.int32)
-    return exchange, experts.size - kept
-
-
-def _sort(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The stable order of keys, and the position of each key in it."""
-    index = jnp.arange(keys.size, dtype=jnp.int32)
-    _, order = lax.sort_key_val(keys, index)
-    return order, jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-
-
-def expert_mlp(
+def mixture(
     x: jax.Array,
-    routes: Routes,
-    plan: Dispatch | Exchange,
+    logits: jax.Array,
+    bias: jax.Array | None,
     gate_up: GroupedLayer,
     down: GroupedLayer,
     *,
+    routing: Routing,
+    sharding: ExpertSharding | None,
     bits: int | None,
-) -> jax.Array:
+) -> tuple[jax.Array, Routes, jax.Array]:
     """The weighted sum of the SwiGLU MLPs of each token's experts.
 
         y[t] = sum_i weights[t, i] down_e(silu(gate_e(x[t])) up_e(x[t])),
         e = experts[t, i]
 
     Args:
-      x: ``[T, D]``, the tokens.
-      routes: the experts and weights of each token.
-      plan: the result of ``plan_dispatch``.
+      x: ``[..., D]``, T tokens.
+      logits: float32 ``[T, E]``, of the router.
+      bias: float32 ``[E]``, which balances the experts; None for zeros.
       gate_up: maps rows ``[T k, D]`` to ``[T k, 2 F]``, the gate and up.
       down: maps rows ``[T k, F]`` to ``[T k, D]``.  If both layers allow it,
         ``fused_experts`` computes them and the gate.
+      routing: the settings of the router.
+      sharding: the mesh axes of experts; None if each device has all.
       bits: bits per value that the gate saves for the backward pass, 4 to 12; None
         saves floats.
 
     Returns:
-      ``[T, D]`` in the dtype of x; summed in float32.
+      The output, of the shape and in the dtype of x, summed in float32; the routes of
+      all tokens; and the number of dropped rows, int32 ``[]``.
     """
+    routes = route(routing, logits, bias)
+    plan, dropped = plan_dispatch(routing, routes.experts, sharding)
     project = functools.partial(_project, gate_up, down, bits)
+    tokens = x.reshape(-1, x.shape[-1])
     if isinstance(plan, Exchange):
-        sent, returned = (ExchangedGroups(plan, sends) for sends in (True, False))
-        y = project(x, sent, returned)
+        y = project(tokens, plan)
     else:
-        rows = _take_tokens(x, plan.order, plan.positions)
-        y = project(rows, plan.group_sizes, plan.group_sizes)
+        rows = _take_tokens(tokens, plan.order, plan.positions)
+        y = project(rows, plan.group_sizes)
         y = _take_outputs(y, plan.order, plan.positions)
     y = y.astype(jnp.float32) * routes.weights[..., None]
-    return jnp.sum(y, axis=1).astype(x.dtype)
+    return jnp.sum(y, axis=1).astype(x.dtype).reshape(x.shape), routes, dropped
 
 
 def _project(
@@ -167,22 +100,23 @@ def _project(
     bits: int | None,
     x: jax.Array,
     groups: Groups,
-    hidden_groups: Groups,
 ) -> jax.Array:
     """Both projections of rows, and the gate; fused if both layers allow it."""
     w, first = gate_up.projection(x, len(groups), x.shape[-1])
     w_down, second = down.projection(x, len(groups), w.shape[2] // 2)
     if first and second and bits is not None and can_fuse(first, second, groups):
-        return fused_experts(first, second, x, (groups, hidden_groups), bits=bits)
+        return fused_experts(first, second, x, groups, bits=bits)
 
     if first is None:
         y = ragged_dot_in_float(gate_up.dot_general, x, w, groups)
     else:
         y = layer_ragged_dot(first, x, groups)
-    hidden = _gate(y, bits)
+    hidden, back = _gate(y, bits), groups
+    if isinstance(groups, Exchange):
+        back = groups.back
     if second is None:
-        return ragged_dot_in_float(down.dot_general, hidden, w_down, hidden_groups)
-    return layer_ragged_dot(second, hidden, hidden_groups)
+        return ragged_dot_in_float(down.dot_general, hidden, w_down, back)
+    return layer_ragged_dot(second, hidden, back)
 
 
 def _gate(gate_up: jax.Array, bits: int | None) -> jax.Array:

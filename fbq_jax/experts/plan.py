@@ -1,10 +1,11 @@
-"""Where the rows of experts are on several devices.
+"""Which rows each expert computes, and where these rows are.
 
-The tokens of S devices go to D devices with different experts, each with C copies.
-Each expert's rows are in the order of all tokens, so its blocks hold the same rows on
-any number of devices, and each device finds the block and the place of its rows from
-the numbers of rows that devices have for each expert.  The copies of an expert's device
-share its rows in whole tiles of 128: no block is split between them.
+Tokens are sorted by expert.  If devices have different experts, the tokens of S devices
+go to D devices, each with C copies.  Each expert's rows are in the order of all tokens,
+so its blocks hold the same rows on any number of devices.  Each device finds the block
+and the place of its rows from the numbers of rows that devices have for each expert.
+The copies of an expert's device share its rows in whole tiles of 128: no block is split
+between them.
 """
 
 import dataclasses
@@ -16,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from fbq_jax.experts.expert_sharding import ExpertSharding
+from fbq_jax.experts.routing import Routing, count_tokens
 from fbq_jax.kernels.tiles import tile_count
-from fbq_jax.sharding.assignment import MeshAxes
 from fbq_jax.sharding.ragged_exchange import exclusive_sum
 
 #: The rows of each expert start at multiples of this on the expert's device.  It is a
@@ -28,115 +30,80 @@ from fbq_jax.sharding.ragged_exchange import exclusive_sum
 TILE = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertSharding:
-    """The mesh axes of a mixture of experts (expert parallelism).
+class Dispatch(NamedTuple):
+    """The order of the rows that the experts compute; all fields are int32.
 
-    Experts are sharded over ``experts``.  Tokens are sharded over ``copies`` and
-    ``experts``, in this order.  ``jax.set_mesh`` sets the mesh.
+    Row ``j`` is token ``order[j] // k``, for its expert number ``order[j] % k``.
 
     Attributes:
-      experts: the mesh axis, or axes, with different experts.
-      copies: the axes with different tokens but copies of the experts, as in data
-        parallelism.
-
-    Raises:
-      TypeError: axes are not names.
-      ValueError: there is no axis of experts, or an axis occurs twice.
-
-    >>> ExpertSharding("expert", copies="data")
-    ExpertSharding(experts=('expert',), copies=('data',))
+      order: ``[T k]``.
+      positions: ``[T, k]``, the row of each token for each of its experts; the inverse
+        of ``order``.
+      group_sizes: ``[E]``, the number of rows of each expert; dropped rows come last
+        and are in no group.
+      dropped: ``[]``, the number of dropped rows.
     """
 
-    experts: str | MeshAxes
-    copies: str | MeshAxes = ()
-
-    def __post_init__(self) -> None:
-        for name in ("experts", "copies"):
-            axes = getattr(self, name)
-            axes = (axes,) if isinstance(axes, str) else axes
-            if not (
-                isinstance(axes, tuple | list)
-                and all(isinstance(axis, str) for axis in axes)
-            ):
-                raise TypeError(
-                    f"ExpertSharding takes the names of mesh axes as {name}; got "
-                    f"{axes!r}"
-                )
-            object.__setattr__(self, name, tuple(axes))
-        if not self.experts or len({*self.axes}) < len(self.axes):
-            raise ValueError(
-                "ExpertSharding takes at least one axis of experts, and each axis "
-                f"once; got {self}"
-            )
-
-    @property
-    def axes(self) -> MeshAxes:
-        """The axes that tokens are sharded over."""
-        return (*self.copies, *self.experts)
-
-    def mesh(self) -> AbstractMesh:
-        """The mesh of ``jax.set_mesh``.
-
-        Raises:
-          ValueError: it lacks an axis, or an axis is explicit or manual.
-        """
-        mesh = jax.sharding.get_abstract_mesh()
-        if not _has_automatic(mesh, self.axes):
-            raise ValueError(
-                f"experts are sharded over the mesh axes {self.axes}, which takes a "
-                "mesh with these axes, of type AxisType.Auto, set by jax.set_mesh; got "
-                f"{mesh}"
-            )
-        return mesh
-
-    def sharded(self, init: Callable[..., Any]) -> Callable[..., Any]:
-        """An initializer of kernels ``[E, K, N]`` that shards them over ``experts``.
-
-        A kernel that ``init`` boxes has its own sharding.  Without a mesh of
-        ``jax.set_mesh`` kernels stay as they are.
-        """
-
-        @functools.wraps(init)
-        def init_sharded(*args: Any) -> Any:
-            kernel, mesh = init(*args), jax.sharding.get_abstract_mesh()
-            has_axes = _has_automatic(mesh, tuple(self.experts))
-            if not has_axes or not isinstance(kernel, jax.Array):
-                return kernel
-            spec = P(self.experts, P.UNCONSTRAINED, P.UNCONSTRAINED)
-            return lax.with_sharding_constraint(kernel, spec)
-
-        return init_sharded
+    order: jax.Array
+    positions: jax.Array
+    group_sizes: jax.Array
+    dropped: jax.Array
 
 
-def check_expert_sharding(sharding: object) -> None:
-    """Raises TypeError unless ``sharding`` is an ``ExpertSharding`` or None."""
-    if not isinstance(sharding, ExpertSharding | None):
-        raise TypeError(
-            "a mixture of experts takes an ExpertSharding, such as "
-            "ExpertSharding('expert', copies='data'), or None as expert_sharding; got "
-            f"{sharding!r}"
-        )
+def dispatch(
+    experts: jax.Array, num_experts: int, capacity: jax.Array | int | None = None
+) -> Dispatch:
+    """Sorts tokens by expert; the tokens of one expert keep their order.
+
+    Args:
+      experts: int32 ``[T, k]``, the experts of each token.
+      num_experts: E.
+      capacity: the most rows of an expert, which drops its last ones, or int32 ``[E]``
+        of each expert; None for all.
+
+    >>> dispatch(jnp.array([[1, 0], [1, 2]]), num_experts=3, capacity=1)
+    ... # doctest: +NORMALIZE_WHITESPACE
+    Dispatch(order=Array([1, 0, 3, 2], dtype=int32),
+             positions=Array([[1, 0], [3, 2]], dtype=int32),
+             group_sizes=Array([1, 1, 1], dtype=int32),
+             dropped=Array(1, dtype=int32))
+    """
+    flat = experts.reshape(-1)
+    order, positions = _sort(flat)
+    sizes = count_tokens(flat, num_experts)
+    if capacity is not None:
+        most = jnp.broadcast_to(capacity, sizes.shape)
+        starts = exclusive_sum(sizes)
+        flat = jnp.where(positions - starts[flat] < most[flat], flat, num_experts)
+        order, positions = _sort(flat)
+        sizes = jnp.minimum(sizes, most)
+    dropped = flat.size - jnp.sum(sizes, dtype=jnp.int32)
+    return Dispatch(order, positions.reshape(experts.shape), sizes, dropped)
 
 
-def _has_automatic(mesh: AbstractMesh, axes: MeshAxes) -> bool:
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return all(types.get(axis) == AxisType.Auto for axis in axes)
+def _sort(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The stable order of keys, and the position of each key in it."""
+    index = jnp.arange(keys.size, dtype=jnp.int32)
+    _, order = lax.sort_key_val(keys, index)
+    return order, jnp.zeros_like(order).at[order].set(index, unique_indices=True)
 
 
-class ExpertTiles(NamedTuple):
-    """The tiles of ``m`` rows on each device; all fields have the shape ``[D, C, T]``.
+class GroupTiles(NamedTuple):
+    """Tiles of up to ``m`` rows; all fields are int32.
 
-    D devices have different experts, each with C copies.
+    They are ``[T]`` on one device.  On D devices with different experts and C copies of
+    each, they are ``[D, C, T]``.
 
     Attributes:
-      groups: int32, the tile's expert among its device's experts, in ascending order;
-        the number of these experts for a tile after the last one.
-      row_counts: int32, the number of rows of the tile.
-      indices: int32, the index of the tile on one device; arbitrary without rows.
+      groups: the tile's expert among its device's experts, in ascending order; the
+        number of these experts for a tile after the last one.
+      first_rows: the first row of the tile; arbitrary without rows.
+      row_counts: the number of rows of the tile.
+      indices: the index of the tile on one device; arbitrary without rows.
     """
 
     groups: jax.Array
+    first_rows: jax.Array
     row_counts: jax.Array
     indices: jax.Array
 
@@ -144,35 +111,46 @@ class ExpertTiles(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["order", "positions", "counts"],
-    meta_fields=["sharding", "mesh", "capacity"],
+    meta_fields=["rows", "sharding", "mesh", "capacity", "sends"],
 )
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """Which rows devices exchange, for S devices with ``T / S`` tokens each.
 
-    ``order`` and ``positions`` are as in ``fbq_jax.experts.mlp.Dispatch``, on each
-    device for its own tokens.
+    ``ragged_dot`` takes it in place of the sizes of the groups.
 
     Attributes:
-      order: int32 ``[T k]``, sharded over the devices.
-      positions: int32 ``[T, k]``, sharded over the devices.
+      order: int32 ``[T k]``, sharded over the devices: ``Dispatch.order`` of each
+        device's own tokens.
+      positions: int32 ``[T, k]``, sharded over the devices: ``Dispatch.positions`` of
+        each device's own tokens.
       counts: int32 ``[S, E]``, how many rows each device has for each expert.
+      rows: ``T k``.
       sharding: the mesh axes.
       mesh: the mesh.
       capacity: the most rows of an expert; None for no limit.
+      sends: True if lhs is tokens ``[T, K]``, whose rows are sent, and the output
+        ``[D, C, R, N]`` is on the devices of the experts; False if lhs is there, and
+        the output returns to the tokens as ``[T, k, N]``.
     """
 
     order: jax.Array
     positions: jax.Array
     counts: jax.Array
+    rows: int
     sharding: ExpertSharding
     mesh: AbstractMesh
     capacity: int | None
+    sends: bool = True
+
+    def __len__(self) -> int:
+        """E, the number of experts."""
+        return self.counts.shape[1]
 
     @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.counts.shape[1]
+    def back(self) -> "Exchange":
+        """The same exchange for lhs on the devices of the experts."""
+        return dataclasses.replace(self, sends=False)
 
     @property
     def parts(self) -> int:
@@ -182,7 +160,7 @@ class Exchange:
     @property
     def local_experts(self) -> int:
         """``E / D``, the number of experts on each device."""
-        return self.num_experts // self.parts
+        return len(self) // self.parts
 
     @property
     def copies(self) -> int:
@@ -195,13 +173,8 @@ class Exchange:
         return self.mesh.size > self.parts * self.copies
 
     @property
-    def rows(self) -> int:
-        """``T k``."""
-        return self.order.shape[0]
-
-    @property
     def slots(self) -> int:
-        """The number of tiles of 128 rows that a device has room for.
+        """The number of rows that a device has room for, a multiple of 128.
 
         It is enough for any sizes of groups: without a capacity, all tokens may go to
         the experts of one device.
@@ -209,11 +182,11 @@ class Exchange:
         local, rows = self.local_experts, self.rows
         if self.capacity is not None:
             rows = min(rows, local * self.capacity)
-        return -(-tile_count(local, rows, TILE) // self.copies)
+        return TILE * -(-tile_count(local, rows, TILE) // self.copies)
 
     def tile_count(self, m: int) -> int:
         """The number of tiles of m rows on one device, at most."""
-        return tile_count(self.num_experts, self.rows, m)
+        return tile_count(len(self), self.rows, m)
 
     @property
     def group_sizes(self) -> jax.Array:
@@ -224,54 +197,74 @@ class Exchange:
         """The index on one device of each expert's first tile of m rows, ``[E]``."""
         return exclusive_sum(-(-self.group_sizes // m))
 
-    def tiles(self, m: int) -> ExpertTiles:
+    def tiles(self, m: int) -> GroupTiles:
         """The tiles of m rows, a divisor of 128, in the order of their places."""
         local = self.local_experts
         counts = (-(-self.group_sizes // TILE)).reshape(self.parts, local)
         ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
-        share = -(-ends[:, -1] // self.copies)
-        copy = jnp.arange(self.copies, dtype=jnp.int32)
-        slot = jnp.arange(self.slots, dtype=jnp.int32)
-        place = copy[None, :, None] * share[:, None, None] + slot[None, None, :]
+        # Each copy has a share of the whole tiles of 128 rows; a slot is a tile of m.
+        share = -(-ends[:, -1] // self.copies)[:, None, None]
+        copy = jnp.arange(self.copies, dtype=jnp.int32)[None, :, None]
+        first_row = jnp.arange(0, self.slots, m, dtype=jnp.int32)
+        slot = (first_row // TILE)[None, None, :]
+        place = copy * share + slot
         group = jnp.sum(
             place[..., None] >= ends[:, None, None], axis=3, dtype=jnp.int32
         )
-        group = jnp.where(slot[None, None, :] < share[:, None, None], group, local)
+        group = jnp.where(slot < share, group, local)
         part = jnp.arange(self.parts, dtype=jnp.int32)[:, None, None]
         expert = part * local + jnp.minimum(group, local - 1)
-        starts = (ends - counts).reshape(-1)
-        first = (place - starts[expert]) * TILE
-        split = jnp.arange(TILE // m, dtype=jnp.int32) * m
-        first, expert, group = (
-            jnp.broadcast_to(x[..., None], (*x.shape, TILE // m))
-            for x in (first, expert, group)
-        )
-        first = first + split[None, None, None, :]
+        tile = place - (ends - counts).reshape(-1)[expert]
+        first = tile * TILE + (first_row % TILE)[None, None, :]
         rows = jnp.clip(self.group_sizes[expert] - first, 0, m)
         rows = jnp.where(group < local, rows, 0)
         index = self.first_tiles(m)[expert] + first // m
         index = jnp.clip(index, 0, self.tile_count(m) - 1)
-        shape = self.parts, self.copies, -1
-        return ExpertTiles(*(x.reshape(shape) for x in (group, rows, index)))
-
-    def used_tiles(self, m: int) -> jax.Array:
-        """The number of tiles of m rows that hold rows, int32 ``[]``."""
-        return jnp.sum(-(-self.group_sizes // m), dtype=jnp.int32)
+        first_row = jnp.broadcast_to(first_row, rows.shape)
+        return GroupTiles(group, first_row, rows, index)
 
     def over_devices(
-        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+        self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any
     ) -> Callable[..., Any]:
-        """``shard_map`` over the axes of tokens; other axes stay automatic."""
+        """``shard_map`` over the axes of tokens; other axes stay automatic.
+
+        Args:
+          function: called with this plan, whose ``order`` and ``positions`` are of the
+            device's own tokens there, and the arguments.
+          in_specs: the specifications of the arguments.
+          out_specs: the specifications of the results.
+        """
+        own = dataclasses.replace(
+            self,
+            order=self.by_token,  # type: ignore[arg-type]
+            positions=self.by_token,  # type: ignore[arg-type]
+            counts=P(),  # type: ignore[arg-type]
+        )
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=in_specs,
+            in_specs=(own, *in_specs),
             out_specs=out_specs,
             axis_names={*self.sharding.axes},
             check_vma=False,
         )
         # Outside of jit, shard_map would run one primitive after the other.
-        return jax.jit(mapped)
+        return functools.partial(jax.jit(mapped), self)
+
+    @property
+    def device(self) -> jax.Array:
+        """Inside ``over_devices``: the index of this device among S."""
+        return lax.axis_index(self.sharding.axes)
+
+    @property
+    def part(self) -> jax.Array:
+        """Inside ``over_devices``: the index of this device's experts among D."""
+        return self.device % self.parts
+
+    @property
+    def copy(self) -> jax.Array:
+        """Inside ``over_devices``: the index of this copy of the experts among C."""
+        return self.device // self.parts
 
     @property
     def by_token(self) -> P:
@@ -284,12 +277,30 @@ class Exchange:
         return P(self.sharding.experts, self.sharding.copies or None)
 
 
+def plan_dispatch(
+    routing: Routing, experts: jax.Array, sharding: ExpertSharding | None
+) -> tuple[Dispatch | Exchange, jax.Array]:
+    """How tokens get to their experts, and the number of dropped rows, int32 ``[]``.
+
+    Args:
+      routing: the settings.
+      experts: int32 ``[T, k]``, the experts of each token.
+      sharding: the mesh axes of experts; None if each device has all.
+
+    Raises:
+      ValueError: the mesh, the experts or the tokens do not fit the sharding.
+    """
+    number, capacity = routing.num_experts, routing.capacity(experts.shape[0])
+    if sharding is None:
+        plan = dispatch(experts, number, capacity)
+        return plan, plan.dropped
+    exchange = exchange_plan(sharding, experts, number, capacity)
+    kept = jnp.sum(exchange.group_sizes, dtype=jnp.int32)
+    return exchange, experts.size - kept
+
+
 def exchange_plan(
-    sharding: ExpertSharding,
-    experts: jax.Array,
-    num_experts: int,
-    capacity: int | None,
-    sort: Callable[..., Any],
+    sharding: ExpertSharding, experts: jax.Array, num_experts: int, capacity: int | None
 ) -> Exchange:
     """Plans the exchange of tokens.
 
@@ -298,7 +309,6 @@ def exchange_plan(
       experts: int32 ``[T, k]``, the experts of each token.
       num_experts: E.
       capacity: the most rows of an expert, which drops its last ones; None for all.
-      sort: ``fbq_jax.experts.mlp.dispatch``.
 
     Raises:
       ValueError: the mesh does not fit, or E or T is no positive multiple of its
@@ -314,17 +324,19 @@ def exchange_plan(
             f"these numbers; got {num_experts} experts and {len(experts)} tokens"
         )
     empty = jnp.zeros(0, jnp.int32)
-    plan = Exchange(empty, empty, empty, sharding, mesh, capacity)
+    plan = Exchange(empty, empty, empty, experts.size, sharding, mesh, capacity)
 
-    def local(experts: jax.Array) -> tuple[jax.Array, ...]:
-        sizes = sort(experts, num_experts).group_sizes
+    def local(plan: Exchange, experts: jax.Array) -> tuple[jax.Array, ...]:
+        sizes = dispatch(experts, num_experts).group_sizes
         counts = lax.all_gather(sizes, sharding.axes)
         if capacity is not None:
             counts = jnp.clip(capacity - exclusive_sum(counts), 0, counts)
-        kept = None if capacity is None else counts[lax.axis_index(sharding.axes)]
-        order, positions, *_ = sort(experts, num_experts, kept)
+        kept = None if capacity is None else counts[plan.device]
+        order, positions, *_ = dispatch(experts, num_experts, kept)
         return order, positions, counts
 
-    run = plan.over_devices(local, plan.by_token, (plan.by_token, plan.by_token, P()))
+    run = plan.over_devices(
+        local, (plan.by_token,), (plan.by_token, plan.by_token, P())
+    )
     order, positions, counts = lax.optimization_barrier(run(experts))
-    return Exchange(order, positions, counts, sharding, mesh, capacity)
+    return dataclasses.replace(plan, order=order, positions=positions, counts=counts)

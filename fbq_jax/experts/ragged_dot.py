@@ -30,9 +30,15 @@ from fbq_jax.core.dot_general import (
 )
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars
-from fbq_jax.experts.exchange import ExchangedGroups
-from fbq_jax.experts.plan import TILE
-from fbq_jax.experts.rows import ExchangedRows, TiledRows, tiled_rows
+from fbq_jax.core.tracing import mappable
+from fbq_jax.experts.exchange import float_dot
+from fbq_jax.experts.plan import TILE, Exchange
+from fbq_jax.experts.rows import (
+    ExchangedRows,
+    TiledRows,
+    exchanged_rows,
+    tiled_rows,
+)
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.kernels.threshold_reference import SMALLEST, exceeds, rate_of
 from fbq_jax.recipes import fallback
@@ -40,7 +46,7 @@ from fbq_jax.recipes.presets import describe_recipe
 from fbq_jax.recipes.schema import Recipe, check_no_recipe
 from fbq_jax.sharding.manual_axes import as_varying
 
-Groups = jax.Array | ExchangedGroups
+Groups = jax.Array | Exchange
 
 #: The weight's side of a ragged dot as ``lax.dot_general`` describes it: each group's
 #: matrix ``[K, N]`` of ``[G, K, N]`` is contracted along K.
@@ -52,7 +58,7 @@ GROUP_RATES = "fallback_rates"
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array | ExchangedGroups,
+    group_sizes: Groups,
     precision: Any = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
@@ -77,7 +83,7 @@ def ragged_dot(
         float32.
       rhs: ``[G, K, N]``, the weights; bfloat16, float16 or float32.
       group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.  Or the
-        groups of rows that devices exchange, which ``MoEMLP`` makes: they say which
+        ``Exchange`` of rows between devices, which ``MoEMLP`` makes: it says which
         shapes lhs and the result have.
       precision: None or DEFAULT; the recipe sets the precision.
       preferred_element_type: the output's dtype; None takes the operands' common one.
@@ -123,13 +129,12 @@ def layer_ragged_dot(layer: LayerDot, lhs: jax.Array, groups: Groups) -> jax.Arr
     config = layer.config
     with layer.named():
         old = threshold.canonicalize_state(layer.state)
-        weight, _ = config.mark(layer.weight, None)
-        rows = make_rows(config, lhs, weight, groups)
+        rows = make_rows(config, lhs, layer.weight, groups)
         out, stats = _seeded_ragged_dot(
             config,
             threshold.scalars_of(old),
             lhs,
-            weight,
+            layer.weight,
             rows,
             codes=layer.codes,
             is_frozen=layer.is_frozen,
@@ -152,10 +157,10 @@ def ragged_dot_in_float(
     It is ``dot_general.ragged_dot`` if the layer's op has one, as another library's may
     have, or else ``lax.ragged_dot``.  Rows that devices exchange take the latter.
     """
-    if isinstance(groups, ExchangedGroups):
-        return groups.float_dot(lhs, rhs)
+    if isinstance(groups, Exchange):
+        return float_dot(groups, lhs, rhs)
     multiply = getattr(dot_general, "ragged_dot", lax.ragged_dot)
-    y: jax.Array = multiply(lhs, rhs, groups)
+    y: jax.Array = mappable(multiply)(lhs, rhs, groups)
     return y
 
 
@@ -234,9 +239,9 @@ def make_rows(
     """
     _check_recipe(config.recipe)
     m = config.recipe.block_shape[0]
-    if isinstance(groups, ExchangedGroups):
+    if isinstance(groups, Exchange):
         _check_exchange(config.recipe)
-        return ExchangedRows(groups, m)
+        return exchanged_rows(groups, m)
     _check_shapes(lhs, rhs, groups)
     return tiled_rows(groups, lhs.shape[0], m)
 

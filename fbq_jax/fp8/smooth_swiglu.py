@@ -56,9 +56,8 @@ def per_channel(
     >>> jax.jit(per_channel)(x, x)[1]
     Array([4., 2.], dtype=float32)
     """
-    scale = _max_magnitude(up, tuple(range(up.ndim - 1)))
-    scaled = _divide(up, scale)
-    return nonlinear.silu_gate(gate, scaled, bits=bits), scale.reshape(-1)
+    y, scale = _smooth(gate, up, tuple(range(up.ndim - 1)), bits)
+    return y, scale.reshape(-1)
 
 
 def per_token(
@@ -78,24 +77,19 @@ def per_token(
     Raises:
       TypeError, ValueError: as ``nonlinear.silu_gate`` raises them.
     """
-    scale = _max_magnitude(up, -1)
-    return nonlinear.silu_gate(gate, _divide(up, scale), bits=bits), scale
+    return _smooth(gate, up, -1, bits)
 
 
-def _max_magnitude(up: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """The largest ``|up|`` along axes, which become 1 wide; 1.0 where it is 0."""
+def _smooth(
+    gate: jax.Array, up: jax.Array, axes: int | tuple[int, ...], bits: int
+) -> tuple[jax.Array, jax.Array]:
+    """The output, and the largest ``|up|`` along axes, which become 1 wide."""
     wide = lax.stop_gradient(up).astype(jnp.float32)
-    amax = find_amax(wide, axis, keepdims=True, initial=0).astype(up.dtype)
-    return jnp.where(amax == 0.0, 1.0, amax)
-
-
-def _divide(up: jax.Array, scale: jax.Array) -> jax.Array:
-    """``up / scale``.
-
-    In float16 XLA would multiply by ``1 / scale``, which may be too large for it.
-    """
+    amax = find_amax(wide, axes, keepdims=True, initial=0).astype(up.dtype)
+    scale = jnp.where(amax == 0.0, 1.0, amax)
+    # In float16 XLA would multiply by 1 / scale, which may be too large for it.
     quotient = up.astype(jnp.float32) / scale.astype(jnp.float32)
-    return quotient.astype(up.dtype)
+    return nonlinear.silu_gate(gate, quotient.astype(up.dtype), bits=bits), scale
 
 
 def scale_rows(

@@ -23,11 +23,12 @@ from fbq_jax.core.arguments import DotArguments, DotGeneral
 from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_general import DotConfig, LayerDot, dot_general
 from fbq_jax.core.example_seed import example_seed
-from fbq_jax.core.frozen_weight import active_recorder
-from fbq_jax.core.layer_stats import SLOT, layer_path
+from fbq_jax.core.frozen_weight import active_making
+from fbq_jax.core.threshold import SLOT, layer_path
+from fbq_jax.core.tracing import observe_weight
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
-from fbq_jax.kernels.quantized import Layouts, Quantized
-from fbq_jax.linen.frozen import Parameter, is_frozen, kernel_of, layer_weight
+from fbq_jax.kernels.quantized import Layouts
+from fbq_jax.linen.frozen import LayerWeight, Parameter, is_frozen, kernel_of
 from fbq_jax.linen.state import (
     as_float32,
     calling_module,
@@ -41,7 +42,7 @@ from fbq_jax.linen.state import (
     state_of,
     temporary_variable,
 )
-from fbq_jax.linen.step_codes import codes_collection, find_codes
+from fbq_jax.linen.tracing import record_product
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import layer_name
@@ -127,11 +128,12 @@ class FallbackDot(DotGeneral):
         self, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
     ) -> jax.Array:
         """Computes the product, and updates the state of the calling layer."""
-        layer = self.layer_dot(lhs, rhs, arguments.dimension_numbers)
+        arguments, ignores = self.config.ignoring(arguments)
+        dims = arguments.dimension_numbers
+        layer = self.layer_dot(lhs, rhs, dims, ignores_precision=ignores)
         if layer is not None:
             return layer.dot_general(lhs, arguments)
-        rhs, precision = self.config.mark(self._without_state(rhs), arguments.precision)
-        arguments = arguments._replace(precision=precision)
+        rhs = self._without_state(rhs)
         out, _ = dot_general(
             lhs,
             rhs,
@@ -148,6 +150,8 @@ class FallbackDot(DotGeneral):
         rhs: jax.Array,
         dimension_numbers: DimensionNumbers,
         as_matrix: Callable[[jax.Array], jax.Array] = lambda w: w,
+        *,
+        ignores_precision: bool = False,
     ) -> LayerDot | None:
         """The dot of the calling layer; None outside any module.
 
@@ -157,6 +161,7 @@ class FallbackDot(DotGeneral):
           dimension_numbers: of the product.
           as_matrix: makes the right operand of the product from ``rhs``, to quantize it
             apart from the product.
+          ignores_precision: whether the layer asked for a precision that is ignored.
         """
         module = calling_module(self.collection)
         if module is None:
@@ -164,19 +169,16 @@ class FallbackDot(DotGeneral):
         variable = self.variable(module, x)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
         rhs = self.check_moves(module, variable, rhs)
-        matrix = as_matrix(rhs) if is_frozen(variable.value) else rhs
-        frozen = self._codes(module, variable, matrix, dimension_numbers)
-        if frozen is None:
-            make = functools.partial(as_matrix, rhs)
-            codes = self._step_codes(module, variable.name, make, dimension_numbers)
-        else:
-            codes = Layouts(None, frozen)
+        self._record(module, rhs, ignores_precision=ignores_precision)
+        rhs = observe_weight(layer_path((*module.path, variable.name)), rhs)
+        make = functools.partial(as_matrix, rhs)
+        codes, frozen = self._codes(module, variable, make, dimension_numbers)
         return LayerDot(
             self.config,
             state_of(variable),
             rhs,
             codes,
-            is_frozen=frozen is not None,
+            is_frozen=frozen,
             commit=functools.partial(self.commit, module, variable),
             named=functools.partial(named, module),
             sow=functools.partial(module.sow, "intermediates"),
@@ -186,42 +188,33 @@ class FallbackDot(DotGeneral):
         self,
         module: nn.Module,
         variable: Variable,
-        rhs: jax.Array,
-        dimension_numbers: DimensionNumbers,
-    ) -> Quantized | None:
-        """The colwise codes that the layer multiplies by; None if it is not frozen."""
-        return layer_weight(
-            self.config,
-            module,
-            variable,
-            rhs,
-            dimension_numbers,
-            self._parameter(module),
-        )
-
-    def _step_codes(
-        self,
-        module: nn.Module,
-        name: str,
         make: Callable[[], jax.Array],
         dimension_numbers: DimensionNumbers,
-    ) -> Layouts | None:
-        """The codes that a step made once; None if the layer quantizes its weight.
+    ) -> tuple[Layouts | None, bool]:
+        """The codes of the layer's weight, and whether it is frozen.
 
         Args:
           module: the calling layer.
-          name: the name of its state.
+          variable: holds its state.
           make: makes the right operand of the product.
           dimension_numbers: of the product.
         """
-        collection = codes_collection(self.collection)
-        return find_codes(
-            self.config, module, collection, name, make, dimension_numbers
-        )
+        parameter = self._parameter(module)
+        return LayerWeight(
+            self.config, module, variable, make, dimension_numbers, parameter
+        ).codes()
 
     def _parameter(self, module: nn.Module) -> Parameter:
         """The parameter that is the layer's weight."""
         return kernel_of(module)
+
+    def _record(
+        self, module: nn.Module, rhs: jax.Array, *, ignores_precision: bool
+    ) -> None:
+        """Tells a report of the product."""
+        record_product(
+            module, None, rhs, self.recipe, ignores_precision=ignores_precision
+        )
 
     def _without_state(self, rhs: jax.Array) -> jax.Array:
         """The weight of a call outside any module, whose gradient warns."""
@@ -361,13 +354,13 @@ class ActivationsDot(FallbackDot):
 
     def _codes(
         self, module: nn.Module, variable: Variable, *_: Any
-    ) -> Quantized | None:
-        if (recorder := active_recorder()) is not None:
-            recorder.skip(layer_path((*module.path, variable.name)))
-        return None
+    ) -> tuple[None, bool]:
+        if (making := active_making()) is not None and not making.for_step:
+            making.left.add(layer_path((*module.path, variable.name)))
+        return None, False
 
-    def _step_codes(self, *_: Any) -> None:
-        """None: an activation is another one in each call."""
+    def _record(self, *_: Any, **__: Any) -> None:
+        """Reports have a row of their own for products of two activations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,6 +376,14 @@ class ParameterDot(FallbackDot):
     def _parameter(self, module: nn.Module) -> Parameter:
         del module
         return self.parameter
+
+    def _record(
+        self, module: nn.Module, rhs: jax.Array, *, ignores_precision: bool
+    ) -> None:
+        path = self.parameter.path
+        record_product(
+            module, path, rhs, self.recipe, ignores_precision=ignores_precision
+        )
 
 
 _NO_STATE = (

@@ -2,7 +2,9 @@
 
 The codes of a weight depend on the dtype that a layer computes in and on the axes that
 it contracts, and the variables show neither.  ``freeze`` therefore runs the model, and
-each layer quantizes its right operand (``fbq_jax.linen.frozen``).
+each layer quantizes its right operand (``fbq_jax.linen.frozen``).  It then asks JAX
+whether that operand depends on the model's inputs, and whether anything else reads the
+parameter (``fbq_jax.core.tracing``).
 """
 
 from collections.abc import Mapping
@@ -11,23 +13,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core import DenyList, unfreeze
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
-    WeightRecorder,
+    FrozenWeight,
+    Making,
     as_array,
     check_thetas,
-    record_weights,
+    make_codes,
 )
-from fbq_jax.core.layer_stats import is_state, layer_path
+from fbq_jax.core.layer_stats import is_state
 from fbq_jax.core.serialization import serializable_static
-from fbq_jax.core.weight_products import ParameterUse, check_weight, split_arrays
-from fbq_jax.linen.frozen import KERNEL, WEIGHT, FrozenParameter, SharedWeight
+from fbq_jax.core.threshold import layer_path
+from fbq_jax.core.tracing import OUTPUTS, find_dependents, find_readers
+from fbq_jax.linen.frozen import (
+    DIFFERS,
+    WEIGHT,
+    FrozenParameter,
+    SharedWeight,
+)
 from fbq_jax.linen.state import calling_module
-from fbq_jax.linen.tracing import ALL_STATE, trace_uses
+from fbq_jax.linen.tracing import ALL_STATE
 from fbq_jax.model_kind import check_linen
 
 Path = tuple[str, ...]
@@ -45,7 +55,7 @@ def freeze(
     and ``MoEMLP``.  Other parameters do not change, and products of two activations
     stay quantized.
 
-    In a model of ``fbq_jax.integrations.qwix.quantize``, it also freezes layers that
+    In a model of ``fbq_jax.contrib.qwix.quantize``, it also freezes layers that
     multiply by a parameter in their own code.  A parameter that is read other than by
     quantized products, as a tied head is, stays next to its codes.  A head that the
     model's code calls by ``head.apply`` with the embedding's weight stays as it is.
@@ -99,81 +109,146 @@ def freeze(
     _check_states(states, leaves)
     kwargs = {name: value for name, value in kwargs.items() if name != "mutable"}
     args, kwargs = jax.tree.map(as_array, (args, kwargs))
-
-    @jax.jit
-    def quantize(variables: dict[str, Any]) -> Any:
-        # Weights that are shared go to the parameters.
-        mutable = True if recorder.shared else ALL_STATE
-        return model.apply(variables, *args, mutable=mutable, **kwargs)[1]
-
-    layers, inputs = [_layer(path) for path in states], unflatten_dict(leaves)
-    with record_weights(layers) as recorder:
-        updates = _flatten(jax.eval_shape(quantize, inputs))
-        recorder.check_all_ran()
-        if not (shared := _shared_layers(updates, leaves, recorder)):
-            updates = _flatten(quantize(inputs))
-    if shared:
-        with record_weights(layers, shared) as recorder:
-            updates = _flatten(quantize(inputs))
-    # Products of two activations have no weight.
-    states = {path: s for path, s in states.items() if _layer(path) in recorder.uses}
+    layers = [_layer(path) for path in states]
+    making, updates = _make_codes(model, leaves, layers, args, kwargs)
+    # Products of two activations, and with other modules' parameters, have no weight.
+    states = {path: s for path, s in states.items() if _layer(path) in making.made}
     if not states:
         raise ValueError(
             "freeze found no layer with a weight: all quantized products of this model "
             "are of two activations"
         )
-    weights = {
-        path: updates[_with_parameters(path)]
-        if _layer(path) in shared
-        else updates[path][WEIGHT]
-        for path in states
-    }
+    weights = {path: _weight(path, updates, making) for path in states}
     thetas = {_layer(p): (w.recipe, states[p]["theta"]) for p, w in weights.items()}
     check_thetas(thetas)
-    own_code = {
-        path: ("params", *use.parameter)
-        for path in states
-        if (use := recorder.uses[_layer(path)]) is not None and use.parameter
-    }
-    if missing := sorted("/".join(p[1:]) for p in own_code.values() if p not in leaves):
-        raise ValueError(
-            f"the model's code multiplies by {missing}, which are no parameters of the "
-            "model itself: it calls apply on a module inside. Give that module None in "
-            "the rules"
-        )
+    parameters = {path: _parameter_of(path, making, leaves) for path in states}
     # A frozen layer does not train.
     evaluation = DenyList(("params", *{collection for collection, *_ in states}))
     evaluated = {**kwargs, "mutable": evaluation}
-    uses = _uses(model, unflatten_dict(leaves), args, evaluated)
-    borrowed = {
-        path
-        for path, use in uses.items()
-        if any(product.layer in recorder.borrowing for product in use.quantized)
-    }
-    kept = {path for path, use in uses.items() if use.other_readers}
+    kept = _check_uses(model, leaves, parameters, making, args, evaluated)
     frozen = dict(leaves)
     for path, weight in weights.items():
-        parameter = own_code.get(path, _kernel(path))
-        name = "/".join(parameter[1:])
-        if path not in own_code and name in borrowed:
-            raise ValueError(
-                f"{sorted(recorder.borrowing)} multiply by {name!r} of another layer, "
-                "which freeze would remove: give them None in the rules"
-            )
-        check_weight(_layer(path), name, uses[name], kept=path in own_code)
-        if path in own_code and name in kept | borrowed:
+        parameter, own_code = parameters[path], making.made[_layer(path)][1].own_code
+        if parameter in kept:
             weight = replace(weight, kept=True)
         else:
             array = jax.tree.leaves(leaves[parameter])[0]  # the parameter may be boxed
-            stand_in = FrozenParameter if path in own_code else _LinenKernel
+            stand_in = FrozenParameter if own_code else _LinenKernel
             frozen[parameter] = stand_in(weight.shape, jnp.dtype(array.dtype))
-        if _layer(path) in shared:
+        in_state: FrozenWeight | SharedWeight = weight
+        if _layer(path) in making.shared:
             frozen[_with_parameters(path)] = weight
-            weight = SharedWeight()
-        frozen[path] = {**states[path], WEIGHT: weight}
+            in_state = SharedWeight()
+        frozen[path] = {**states[path], WEIGHT: in_state}
     result = unflatten_dict(frozen)
     _check_runs(model, result, args, evaluated)
     return result
+
+
+def _make_codes(
+    model: nn.Module,
+    leaves: Mapping[Path, Any],
+    layers: list[str],
+    args: Any,
+    kwargs: Mapping[str, Any],
+) -> tuple[Making, dict[Path, Any]]:
+    """Runs a model whose layers make codes; returns what they made, and the updates."""
+
+    @jax.jit
+    def run(variables: dict[str, Any]) -> Any:
+        # Weights that are shared go to the parameters.
+        mutable = True if making.shared else ALL_STATE
+        return model.apply(variables, *args, mutable=mutable, **kwargs)[1]
+
+    making, inputs = Making(layers), unflatten_dict(leaves)
+    with make_codes(making):
+        updates = _flatten(jax.eval_shape(run, inputs))
+        making.check_all_ran()
+        if not (shared := _shared_layers(updates, leaves, making)):
+            return making, _flatten(run(inputs))
+    making = Making(layers, shared=shared)
+    with make_codes(making):
+        return making, _flatten(run(inputs))
+
+
+def _weight(path: Path, updates: Mapping[Path, Any], making: Making) -> FrozenWeight:
+    """The weight of the layer whose state is at a path."""
+    differs = updates[path].get(DIFFERS, False)
+    if not isinstance(differs, jax.core.Tracer) and np.any(differs):
+        raise ValueError(
+            f"layer {_layer(path)!r} multiplies by several weights with one state: "
+            "freeze takes layers that multiply by one parameter, in one way"
+        )
+    is_shared = _layer(path) in making.shared
+    weight: FrozenWeight = (
+        updates[_with_parameters(path)] if is_shared else updates[path][WEIGHT]
+    )
+    return weight
+
+
+def _parameter_of(path: Path, making: Making, leaves: Mapping[Path, Any]) -> Path:
+    """The path of the parameter of the layer whose state is at a path."""
+    parameter = making.made[_layer(path)][1]
+    if (found := ("params", *parameter.path)) not in leaves:
+        raise ValueError(
+            f"the model's code multiplies by {'/'.join(parameter.path)!r}, which is no "
+            "parameter of the model itself: it calls apply on a module inside. Give "
+            "that module None in the rules"
+        )
+    return found
+
+
+def _check_uses(
+    model: nn.Module,
+    leaves: Mapping[Path, Any],
+    parameters: Mapping[Path, Path],
+    making: Making,
+    args: Any,
+    kwargs: Mapping[str, Any],
+) -> set[Path]:
+    """Checks that codes can take the place of parameters.
+
+    Returns:
+      The parameters that stay, because the model's own code also reads them elsewhere.
+
+    Raises:
+      ValueError: the weight of a layer depends on the model's inputs, or something else
+        reads the kernel of a layer.
+    """
+
+    def call(params: dict[str, Any], inputs: Any) -> Any:
+        others, args, kwargs = inputs
+        named = {path: params["/".join(path)] for path in parameters.values()}
+        variables = unflatten_dict({**others, **named})
+        return model.apply(variables, *args, **kwargs)
+
+    floats = {"/".join(path): leaves[path] for path in parameters.values()}
+    # Flax knows an empty node by its identity, which JAX does not keep.
+    empty = {path for path, value in leaves.items() if value is empty_node}
+    left_out = empty.union(parameters.values())
+    others = {path: x for path, x in leaves.items() if path not in left_out}
+    layers = making.made
+    for layer in find_dependents(
+        lambda inputs, fixed: call(fixed[0], (fixed[1], *inputs)),
+        (args, kwargs),
+        (floats, others),
+        layers,
+    ) - {OUTPUTS}:
+        raise ValueError(
+            f"freeze cannot quantize the weight of layer {layer!r} once: it depends on "
+            "the model's inputs. Fold the factor into the parameter, or give the layer "
+            "None in the rules"
+        )
+    read = find_readers(call, floats, (others, args, kwargs), layers)
+    for path, parameter in parameters.items():
+        own_code = making.made[_layer(path)][1].own_code
+        if "/".join(parameter) in read and not own_code:
+            raise ValueError(
+                f"freeze would remove {'/'.join(parameter[1:])!r}, which the model "
+                f"reads other than by the product of layer {_layer(path)!r}: give the "
+                "layer None in the rules"
+            )
+    return {path for path in parameters.values() if "/".join(path) in read}
 
 
 @serializable_static
@@ -205,7 +280,7 @@ def _flatten(variables: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def _shared_layers(
-    updates: Mapping[Path, Any], leaves: Mapping[Path, Any], recorder: WeightRecorder
+    updates: Mapping[Path, Any], leaves: Mapping[Path, Any], making: Making
 ) -> set[str]:
     """The layers whose weight would be stored once for each step that shares it.
 
@@ -214,12 +289,11 @@ def _shared_layers(
     """
     shared = set()
     for path, state in updates.items():
-        use = recorder.uses.get(_layer(path)) if is_state(state) else None
-        if use is None or WEIGHT not in state:
+        if not is_state(state) or WEIGHT not in state:
             continue
-        weight = state[WEIGHT]
-        parameter = ("params", *use.parameter) if use.parameter else _kernel(path)
-        arrays = jax.tree.leaves(leaves.get(parameter))  # the parameter may be boxed
+        weight, (_, parameter) = state[WEIGHT], making.made[_layer(path)]
+        # The parameter may be boxed.
+        arrays = jax.tree.leaves(leaves.get(("params", *parameter.path)))
         matrices = weight.codes.main.codes.ndim - 3
         if weight.recipe.fwd.rhs != "stochastic" and any(
             matrices > array.ndim - len(weight.shape) for array in arrays
@@ -233,30 +307,9 @@ def _with_parameters(state: Path) -> Path:
     return ("params", *state[1:], WEIGHT)
 
 
-def _kernel(state: Path) -> Path:
-    """The path of the kernel of the layer whose state is at a path."""
-    return ("params", *state[1:-1], KERNEL)
-
-
 def _layer(state: Path) -> str:
     """The name of the layer whose state is at a path."""
     return layer_path(state[1:])
-
-
-def _uses(
-    model: nn.Module,
-    variables: Mapping[str, Any],
-    args: Any,
-    kwargs: Any,
-) -> dict[str, ParameterUse]:
-    """Maps the path of each parameter to its use."""
-    arrays, rebuild = split_arrays((args, kwargs))
-
-    def apply(variables: Mapping[str, Any], arrays: list[Any]) -> Any:
-        args, kwargs = rebuild(arrays)
-        return model.apply(variables, *args, **kwargs)
-
-    return {path: use for path, _, use in trace_uses(apply, variables, arrays)}
 
 
 def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> None:

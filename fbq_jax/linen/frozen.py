@@ -1,12 +1,13 @@
-"""The frozen weight of a Linen layer, in the variable that also holds its state.
+"""The codes of a Linen layer's weight, which its variables may have.
 
-Lifted transformations such as ``nn.scan`` carry that variable already.  Where they have
-a state for each step, or example, but share the parameters, the weight is with the
-parameters.
+``freeze`` stores them in the variable with the layer's state, which lifted
+transformations such as ``nn.scan`` carry already.  Where these have a state for each
+step, or example, but share the parameters, the codes are with the parameters.  The
+codes of a training step are in a collection of their own.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,21 +20,29 @@ from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
     FrozenWeight,
-    active_recorder,
+    Making,
+    StepWeight,
+    active_making,
     check_axes,
     check_recipe,
+    differ,
+    has_constant_codes,
+    is_freezing,
+    quantize_step_weight,
     quantize_weight,
+    quantizes_weights,
 )
-from fbq_jax.core.layer_stats import layer_path
 from fbq_jax.core.serialization import serializable_static
-from fbq_jax.kernels.quantized import Quantized
+from fbq_jax.core.threshold import layer_path
+from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.linen.state import state_of
+from fbq_jax.linen.tracing import KERNEL
 from fbq_jax.recipes.presets import describe_recipe
 
 #: The key of the ``FrozenWeight`` in the state of a layer.
 WEIGHT = "weight"
-#: The parameter that is the weight of a layer.
-KERNEL = "kernel"
+#: The key of what says whether a layer multiplied by several weights, in ``freeze``.
+DIFFERS = "weight_differs"
 
 
 class Parameter(NamedTuple):
@@ -62,7 +71,7 @@ class Parameter(NamedTuple):
 class FrozenParameter(FrozenKernel):
     """A ``FrozenKernel`` that a model's own code multiplies by.
 
-    In models of ``fbq_jax.integrations.qwix.quantize`` that code reads an array in its
+    In models of ``fbq_jax.contrib.qwix.quantize`` that code reads an array in its
     place.
     """
 
@@ -86,125 +95,183 @@ def kernel_of(module: nn.Module) -> Parameter:
     return Parameter((*module.path, KERNEL), kernel)
 
 
-def layer_weight(
-    config: DotConfig,
-    module: nn.Module,
-    variable: Variable,
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    parameter: Parameter,
-) -> Quantized | None:
-    """The codes that a Linen layer multiplies by; None if the layer is not frozen.
+def codes_collection(collection: str) -> str:
+    """The collection of codes, of layers that keep their state in ``collection``."""
+    return f"{collection}_codes"
 
-    While ``freeze`` traces the model, the layer quantizes ``rhs`` and stores it in its
-    variable.  A layer that a model applies to the weight of another module, as it may a
-    head that shares the embedding's, stays unfrozen: that module keeps the weight.
 
-    Args:
+def is_frozen(state: Mapping[str, Any]) -> bool:
+    """Whether a layer is frozen, or ``freeze`` is running its model."""
+    return WEIGHT in state or is_freezing()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeight:
+    """The weight of a Linen layer.
+
+    Attributes:
       config: the recipe and the implementation of the layer's dot.
       module: the layer.
       variable: holds the layer's state.
-      rhs: the right operand of the product, made from the parameter.
+      make: makes the right operand of the product.
       dimension_numbers: of the product.
-      parameter: the layer's weight.
-
-    Raises:
-      ValueError: parameters and state do not belong together, or the layer is frozen
-        and trains, or has another recipe or product than before; or ``freeze`` finds no
-        kernel.
+      parameter: the parameter that the right operand is made from.
     """
-    layer = layer_path((*module.path, variable.name))
-    recorder = active_recorder()
-    if recorder is not None and parameter.value is None and not _has_params(module):
-        recorder.skip(layer)
-        recorder.borrowing.add(layer)
-        return None
-    if recorder is not None and recorder.report(
-        layer, rhs, dimension_numbers, parameter.path if parameter.own_code else ()
-    ):
+
+    config: DotConfig
+    module: nn.Module
+    variable: Variable
+    make: Callable[[], jax.Array]
+    dimension_numbers: DimensionNumbers
+    parameter: Parameter
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer."""
+        return layer_path((*self.module.path, self.variable.name))
+
+    def codes(self) -> tuple[Layouts | None, bool]:
+        """The codes of the weight, and whether the layer is frozen.
+
+        There are none in a layer that quantizes its weight itself.  While the model
+        runs inside ``make_codes``, the layer makes them.
+
+        Raises:
+          ValueError: parameters and state do not belong together; the layer is frozen
+            and trains, or has another recipe or product than before; codes of a step
+            are of another weight or product, or cannot be stored; or ``freeze`` finds
+            no kernel.
+        """
+        making, freezes = active_making(), is_freezing()
+        if making is not None and freezes:
+            self._freeze(making)
+        frozen = self._stored()
+        if not freezes:
+            self._check_pair(frozen)
+        if frozen is not None:
+            if not freezes:
+                self._check_serves(frozen)
+            check_axes(frozen.axes, self.dimension_numbers, self.layer)
+            return Layouts(None, frozen.codes), True
+        # NNX names layers, and a Linen layer inside such a model is none of them.
+        if making is not None and not freezes and making.layers is None:
+            return self._make_for_step(making), False
+        name, collection = self.variable.name, self._collection
+        if not self.module.has_variable(collection, name):
+            return None, False
+        weight: StepWeight = self.module.get_variable(collection, name)
+        return weight.codes_for(self.layer, self.make, self.dimension_numbers), False
+
+    @property
+    def _collection(self) -> str:
+        return codes_collection(self.variable.collection)
+
+    def _make_for_step(self, making: Making) -> Layouts | None:
+        """The codes that a step's microbatches share, which the layer stores."""
+        recipe, module, collection = self.config.recipe, self.module, self._collection
+        if not quantizes_weights(recipe):
+            return None
+        library = type(module).__module__.split(".")[0]
+        # Nobody knows what other modules make of their kernel, or of an activation.
+        is_kernel = library in ("flax", "fbq_jax") and module.has_variable(
+            "params", KERNEL
+        )
+        if not has_constant_codes(recipe) or not is_kernel:
+            making.left.add(self.layer)
+            return None
+        if not module.is_mutable_collection(collection):
+            raise ValueError(
+                f"layer {self.layer!r} cannot store codes in the collection "
+                f"{collection!r}: if the layer is inside nn.scan or nn.vmap, list it "
+                "beside 'params', in variable_axes or variable_broadcast"
+            )
+        weight = quantize_step_weight(self.config, self.make(), self.dimension_numbers)
+        module.put_variable(collection, self.variable.name, weight)
+        making.made[self.layer] = weight.axes, collection
+        return weight.codes
+
+    def _freeze(self, making: Making) -> None:
+        """Stores the codes that ``freeze`` asks for.
+
+        A layer that a model applies to the weight of another module, as it may a head
+        that shares the embedding's, stays unfrozen: that module keeps the weight.
+        """
+        layer, parameter, variable = self.layer, self.parameter, self.variable
+        if parameter.value is None and not self.module.variables.get("params"):
+            making.left.add(layer)
+            return
+        if layer not in (making.layers or ()):
+            return
         if parameter.value is None:
             raise ValueError(
                 f"freeze takes layers whose weight is their parameter {KERNEL!r}, as "
                 f"in nn.Dense; {layer!r} has none. In models of "
-                "fbq_jax.integrations.qwix.quantize, layers that multiply in their "
+                "fbq_jax.contrib.qwix.quantize, layers that multiply in their "
                 "own code may have any parameter"
             )
-        if WEIGHT not in variable.value:
-            check_recipe(config.recipe, layer)
-            is_shared = layer in recorder.shared
-            state: Mapping[str, Any] = state_of(variable)
-            if is_shared:  # Flax shares what does not depend on the state of a step.
-                state = threshold.start(config.recipe)
-            weight = quantize_weight(config, state, rhs, dimension_numbers)
-            shape = jax.tree.leaves(parameter.value)[0].shape  # it may be boxed
-            name = parameter.name_in(module)
-            weight = dataclasses.replace(weight, shape=shape, parameter=name)
-            if is_shared:
-                module.put_variable("params", variable.name, {WEIGHT: weight})
-            in_state = SharedWeight() if is_shared else weight
-            variable.value = {**variable.value, WEIGHT: in_state}
-        stored = _stored_weight(module, variable)
-        assert stored is not None
-        return stored.codes
-    stored = _stored_weight(module, variable)
-    _check_pair(layer, parameter, variable, stored)
-    if stored is None:
-        return None
-    if module.is_mutable_collection(variable.collection):
-        raise ValueError(
-            f"layer {layer!r} is frozen and does not train: call apply without "
-            f"mutable=[{variable.collection!r}], or train with the variables from "
-            "before freeze"
+        check_recipe(self.config.recipe, layer)
+        making.add(layer, self.dimension_numbers, parameter._replace(value=None))
+        is_shared = layer in making.shared
+        state: Mapping[str, Any] = state_of(variable)
+        if is_shared:  # Flax shares what does not depend on the state of a step.
+            state = threshold.start(self.config.recipe)
+        weight = quantize_weight(
+            self.config, state, self.make(), self.dimension_numbers
         )
-    if stored.recipe != config.recipe:
-        raise ValueError(
-            f"layer {layer!r} was frozen with {describe_recipe(stored.recipe)}, and "
-            f"its model has {describe_recipe(config.recipe)}: use the recipe that it "
-            "was trained with"
-        )
-    if stored.parameter != (name := parameter.name_in(module)):
-        raise ValueError(
-            f"layer {layer!r} has the codes of {stored.parameter!r}, but multiplies by "
-            f"{name!r}: call the methods that freeze was given"
-        )
-    check_axes(stored.axes, dimension_numbers, layer)
-    return stored.codes
+        shape = jax.tree.leaves(parameter.value)[0].shape  # it may be boxed
+        name = parameter.name_in(self.module)
+        weight = dataclasses.replace(weight, shape=shape, parameter=name)
+        if (earlier := self._stored()) is not None:
+            differs = variable.value.get(DIFFERS, False) | differ(earlier, weight)
+            variable.value = {**variable.value, DIFFERS: differs}
+            return
+        if is_shared:
+            self.module.put_variable("params", variable.name, {WEIGHT: weight})
+        in_state = SharedWeight() if is_shared else weight
+        variable.value = {**variable.value, WEIGHT: in_state}
 
+    def _stored(self) -> FrozenWeight | None:
+        """The weight of a frozen layer; None if there is none."""
+        weight = self.variable.value.get(WEIGHT)
+        if isinstance(weight, SharedWeight):
+            shared: Any = self.module.get_variable("params", self.variable.name)
+            weight = shared and shared[WEIGHT]
+        return weight
 
-def _has_params(module: nn.Module) -> bool:
-    """Whether a module has parameters of its own, as a tied head may not have."""
-    return bool(module.variables.get("params"))
+    def _check_serves(self, weight: FrozenWeight) -> None:
+        """Raises ValueError unless a frozen layer serves the weight it was made for."""
+        layer, collection = self.layer, self.variable.collection
+        if self.module.is_mutable_collection(collection):
+            raise ValueError(
+                f"layer {layer!r} is frozen and does not train: call apply without "
+                f"mutable=[{collection!r}], or train with the variables from before "
+                "freeze"
+            )
+        if weight.recipe != self.config.recipe:
+            raise ValueError(
+                f"layer {layer!r} was frozen with {describe_recipe(weight.recipe)}, "
+                f"and its model has {describe_recipe(self.config.recipe)}: use the "
+                "recipe that it was trained with"
+            )
+        if weight.parameter != (name := self.parameter.name_in(self.module)):
+            raise ValueError(
+                f"layer {layer!r} has the codes of {weight.parameter!r}, but "
+                f"multiplies by {name!r}: call the methods that freeze was given"
+            )
 
-
-def is_frozen(state: Mapping[str, Any]) -> bool:
-    """Whether a layer is frozen, or ``freeze`` is tracing its model."""
-    return WEIGHT in state or active_recorder() is not None
-
-
-def _stored_weight(module: nn.Module, variable: Variable) -> FrozenWeight | None:
-    """The weight of a frozen layer; None if there is none."""
-    weight = variable.value.get(WEIGHT)
-    if isinstance(weight, SharedWeight):
-        shared: Any = module.get_variable("params", variable.name)
-        weight = shared and shared[WEIGHT]
-    return weight
-
-
-def _check_pair(
-    layer: str, parameter: Parameter, variable: Variable, weight: FrozenWeight | None
-) -> None:
-    """Raises ValueError unless both are frozen or both are not."""
-    stand_in = isinstance(parameter.value, FrozenKernel)
-    stored = variable.value.get(WEIGHT)
-    if stand_in and weight is None:
-        collection = "params" if stored else variable.collection
-        raise ValueError(
-            f"layer {layer!r} is frozen, but has no codes in the collection "
-            f"{collection!r}: pass apply all collections that freeze returned"
-        )
-    if stored and not stand_in and not (weight and weight.kept):
-        raise ValueError(
-            f"layer {layer!r} has both the codes of a frozen weight and an unquantized "
-            "kernel: pass apply either all collections that freeze returned, or all "
-            "from before"
-        )
+    def _check_pair(self, weight: FrozenWeight | None) -> None:
+        """Raises ValueError unless parameter and state are both frozen, or neither."""
+        stand_in = isinstance(self.parameter.value, FrozenKernel)
+        stored = self.variable.value.get(WEIGHT)
+        if stand_in and weight is None:
+            collection = "params" if stored else self.variable.collection
+            raise ValueError(
+                f"layer {self.layer!r} is frozen, but has no codes in the collection "
+                f"{collection!r}: pass apply all collections that freeze returned"
+            )
+        if stored and not stand_in and not (weight and weight.kept):
+            raise ValueError(
+                f"layer {self.layer!r} has both the codes of a frozen weight and an "
+                "unquantized kernel: pass apply either all collections that freeze "
+                "returned, or all from before"
+            )

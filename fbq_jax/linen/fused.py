@@ -215,21 +215,13 @@ def _run(
     y, stats = automatic(compute, out)(
         x,
         norm_scale.astype(jnp.float32),
-        [_marked_weight(layer) for layer in layers],
+        [None if layer.is_frozen else layer.weight for layer in layers],
         tuple(layer.codes for layer in layers),
         tuple(map(threshold.scalars_of, states)),
     )
     for layer, state, layer_stats in zip(layers, states, stats, strict=True):
         y = layer.commit(y, threshold.next_state(state, layer_stats))
     return y
-
-
-def _marked_weight(layer: LayerDot) -> jax.Array | None:
-    """The weight of a layer, marked for reports; None if it is frozen."""
-    if layer.is_frozen:
-        return None
-    with layer.named():
-        return layer.config.mark(layer.weight, None)[0]
 
 
 def _as_matrix(kernel: jax.Array) -> jax.Array:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fbq_jax.core import threshold
-from fbq_jax.core.frozen_weight import active_recorder
-from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.frozen_weight import is_freezing
+from fbq_jax.core.threshold import layer_path
 from fbq_jax.int8_flow import layers as shared
 from fbq_jax.int8_flow.blocks import Chain, width
 from fbq_jax.int8_flow.layers import Initializer, ParamSpec, ParamSpecs
@@ -46,7 +46,7 @@ class Block(nn.Module):
           TypeError: x has another dtype.
           ValueError: x has too few axes, or the model is being frozen.
         """
-        if active_recorder() is not None:
+        if is_freezing():
             raise ValueError(
                 "freeze takes layers that multiply by a FallbackDot; it cannot freeze "
                 f"{layer_path(self.path)!r}, of class {type(self).__name__}"

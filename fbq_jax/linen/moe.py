@@ -7,21 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fbq_jax.core.layer_stats import layer_path
+from fbq_jax.core.threshold import layer_path
 from fbq_jax.core.training_warnings import warn_if_differentiated
-from fbq_jax.experts.mlp import Dispatch, expert_mlp, plan_dispatch
-from fbq_jax.experts.plan import (
-    Exchange,
-    ExpertSharding,
-    check_expert_sharding,
-)
-from fbq_jax.experts.ragged_dot import check_automatic
+from fbq_jax.experts.expert_sharding import ExpertSharding, check_expert_sharding
+from fbq_jax.experts.mlp import mixture, tokens_of
 from fbq_jax.experts.routing import (
     Routes,
     Routing,
     check_routing,
     next_bias,
-    route,
     router_logits,
 )
 from fbq_jax.linen.grouped_dense import GroupedDense, Initializer
@@ -111,13 +105,15 @@ class MoEMLP(nn.Module):
         """Maps ``[..., D]`` to the same shape."""
         check_routing(self.routing)
         check_expert_sharding(self.expert_sharding)
-        check_automatic(x)
-        tokens, size = x.reshape(-1, x.shape[-1]), x.shape[-1]
+        tokens, size = tokens_of(x), x.shape[-1]
         router = _Router(
             self.routing.num_experts, self.param_dtype, self.router_init, name="router"
         )
-        routes, plan = self._route(router(tokens))
-
+        logits, bias = router(tokens), None
+        if self.routing.bias_update_rate is not None:
+            logits = self._check_bias(logits)
+            shape = (self.routing.num_experts,)
+            bias = self.variable(STATS, "bias", jnp.zeros, shape, jnp.float32)
         init, sharding = self.kernel_init, self.expert_sharding
         if sharding is not None:
             init = sharding.sharded(init)
@@ -126,38 +122,34 @@ class MoEMLP(nn.Module):
             types = self.param_dtype, init
             return GroupedDense(features, *types, self.dot_general, name=name)
 
-        y = expert_mlp(
-            tokens.astype(self.dtype or x.dtype),
-            routes,
-            plan,
+        y, routes, dropped = mixture(
+            x.astype(self.dtype or x.dtype),
+            logits,
+            None if bias is None else bias.value,
             dense(2 * self.hidden, "gate_up"),
             dense(size, "down"),
+            routing=self.routing,
+            sharding=sharding,
             bits=self.bits,
         )
-        return y.reshape(x.shape)
+        self._update(routes, dropped, bias)
+        return y
 
-    def _route(self, logits: jax.Array) -> tuple[Routes, Dispatch | Exchange]:
-        """Routes tokens by their logits ``[T, E]``, and updates the collections."""
-        routing, is_mutable = self.routing, self.is_mutable_collection(STATS)
-        shape = (routing.num_experts,)
-        bias = None
-        if routing.bias_update_rate is not None:
-            logits = self._check_bias(logits)
-            bias = self.variable(STATS, "bias", jnp.zeros, shape, jnp.float32)
-        routes = route(routing, logits, None if bias is None else bias.value)
-        plan, drops = plan_dispatch(routing, routes.experts, self.expert_sharding)
-        if is_mutable:
+    def _update(
+        self, routes: Routes, dropped: jax.Array, bias: nn.Variable | None
+    ) -> None:
+        """Updates the collections."""
+        if self.is_mutable_collection(STATS):
+            shape = (self.routing.num_experts,)
             load = self.variable(STATS, "load", jnp.zeros, shape, jnp.int32)
-            dropped = self.variable(STATS, "dropped", jnp.zeros, (), jnp.int32)
-        if self.is_initializing():
-            return routes, plan
-        if is_mutable:
-            load.value, dropped.value = routes.load, drops
-            if bias is not None:
-                bias.value = next_bias(routing, bias.value, routes.load)
-        self.sow(LOSSES, "load_balance", routes.load_balance_loss)
-        self.sow(LOSSES, "z", routes.z_loss)
-        return routes, plan
+            drops = self.variable(STATS, "dropped", jnp.zeros, (), jnp.int32)
+            if not self.is_initializing():
+                load.value, drops.value = routes.load, dropped
+                if bias is not None:
+                    bias.value = next_bias(self.routing, bias.value, routes.load)
+        if not self.is_initializing():
+            self.sow(LOSSES, "load_balance", routes.load_balance_loss)
+            self.sow(LOSSES, "z", routes.z_loss)
 
     def _check_bias(self, logits: jax.Array) -> jax.Array:
         """The logits; their gradient warns if the bias cannot move.

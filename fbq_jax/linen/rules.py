@@ -1,32 +1,35 @@
 """Rules for Linen models: one ``dot_general`` that picks a recipe by path."""
 
-import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
-from flax.linen import transforms
+from flax.core.scope import Scope
 from jax import lax
 
-from fbq_jax.core import weight_products
 from fbq_jax.core.arguments import DotArguments, DotGeneral
 from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_general import LayerDot
-from fbq_jax.linen import flax_functions
+from fbq_jax.core.tracing import trace
 from fbq_jax.linen.dot import ActivationsDot, FallbackDot
 from fbq_jax.linen.grouped_dense import GroupedDense
 from fbq_jax.linen.int8_flow import Block
 from fbq_jax.linen.state import calling_module
-from fbq_jax.linen.tracing import trace_parameters
+from fbq_jax.linen.tracing import (
+    ALL_STATE,
+    own_parameters,
+    parameter_leaves,
+    record_products,
+)
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.rules_report import (
     ActivationProduct,
     RulesReport,
     activation_product,
+    rules_report,
 )
 from fbq_jax.recipes.schema import Recipe
 
@@ -48,8 +51,9 @@ class _Tracing:
     activations: dict[str, ActivationProduct]
 
 
-# What products of two activations reserve their numbers for, in place of a collection.
-_PRODUCTS = "fbq_activations"
+# What numbers are reserved for, in place of a collection: products of two activations,
+# and modules under ``nn.jit``.
+_PRODUCTS, _JIT = "fbq_activations", "fbq_jit"
 
 
 class Quantization(NamedTuple):
@@ -57,11 +61,11 @@ class Quantization(NamedTuple):
 
     Attributes:
       dot: their op.
-      inject: gives layers that run in its context the op.
+      run: calls a function, and gives the layers that run in it the op.
     """
 
     dot: "RulesDot"
-    inject: Callable[["RulesDot"], contextlib.AbstractContextManager[None]]
+    run: Callable[["RulesDot", Callable[[], Any]], Any]
 
 
 class Root(NamedTuple):
@@ -92,6 +96,20 @@ def relative_path(module: nn.Module) -> str:
     return "/".join(path[len(outer) :] if path[: len(outer)] == outer else path)
 
 
+class _CallNumber:
+    """The path of the running module, and how often it was asked for.
+
+    ``nn.jit`` reads the fields of the ops of a module, and takes modules with equal
+    fields for the same one, wherever they are.  With this field, it traces each layer.
+    """
+
+    def __get__(self, dot: Any, _: Any) -> tuple[str | int, ...] | None:
+        module = None if dot is None else calling_module()
+        if module is None or module.scope is None:
+            return None
+        return *module.path, _next_number(module.scope, _JIT)
+
+
 @dataclasses.dataclass(frozen=True)
 class RulesDot(DotGeneral):
     """A ``dot_general`` for all layers of a Linen model, with a recipe by path.
@@ -115,7 +133,6 @@ class RulesDot(DotGeneral):
       ValueError: a pattern is not a regular expression, the collection is
         ``"params"``, or no implementation has this name; or a call is outside any
         module and has no path.
-      RuntimeError: this version of Flax gives layers under ``nn.jit`` no path.
 
     >>> from fbq_jax import recipes
     >>> dot = RulesDot({"head": None, "mlp_.*": recipes.fallback, "attn": None})
@@ -144,9 +161,11 @@ class RulesDot(DotGeneral):
     collection: str = "fallback"
     implementation: str | None = None
     ignore_precision: bool = False
+    _call: Any = dataclasses.field(
+        default=_CallNumber(), init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        _key_layers_by_path()
         object.__setattr__(self, "rules", path_rules.as_pairs(self.rules))
         # Checks both, whatever the rules.
         FallbackDot(collection=self.collection, implementation=self.implementation)
@@ -199,10 +218,7 @@ class RulesDot(DotGeneral):
         assert module is not None
         scope = module.scope
         assert scope is not None
-        # Flax's reservations count the products of one call of the layer.
-        numbers = itertools.count()
-        number = next(n for n in numbers if not scope.name_reserved(str(n), _PRODUCTS))
-        scope.reserve(str(number), _PRODUCTS)
+        number = _next_number(scope, _PRODUCTS)
         name = path_rules.activations_name(relative_path(module), number)
         product = activation_product(self._pairs, name, shape)
         if (tracing := _tracing.value) is not None and tracing.dot == self:
@@ -247,35 +263,60 @@ class RulesDot(DotGeneral):
           call this object, because they have another ``dot_general`` or none, count as
           unmatched.
         """
-        found: dict[str, str | None] = {}
+        tracing = _Tracing(self, {}, {})
         blocks: set[str] = set()  # whose own operators quantize their parameters
-        activations: dict[str, ActivationProduct] = {}
+        ndims: dict[str, int] = {}
 
-        def add_layer(
+        def see_module(
             call: Callable[..., Any],
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
             context: nn.module.InterceptorContext,
         ) -> Any:
-            root = quantized_root.value
+            module, root = context.module, quantized_root.value
             is_own = root is None or root.quantization.dot == self
             # ``nn.remat(lambda layer, x: layer(x))(layer, x)`` first calls the lambda,
             # with a copy of the layer that has no path.
-            is_method = hasattr(type(context.module), context.method_name)
-            if is_own and is_method and isinstance(context.module, LAYERS):
-                module = calling_module(self.collection)
-                found.setdefault(relative_path(module or context.module), None)
-            if isinstance(context.module, Block):
-                blocks.add(f"{relative_path(context.module)}/".lstrip("/"))
-            return call(*args, **kwargs)
+            is_method = hasattr(type(module), context.method_name)
+            if is_own and is_method and isinstance(module, LAYERS):
+                layer = calling_module(self.collection)
+                tracing.found.setdefault(relative_path(layer or module), None)
+            if isinstance(module, Block):
+                blocks.add(f"{relative_path(module)}/".lstrip("/"))
+            out = call(*args, **kwargs)
+            if module.scope is not None:
+                for name, shape in own_parameters(module).items():
+                    ndims["/".join((*module.path, name))] = len(shape)
+            return out
 
-        tracing = _Tracing(self, found, activations)
-        with _tracing(tracing), nn.intercept_methods(add_layer):
-            parameters = trace_parameters(model, rngs, args, kwargs)
+        def run(rngs: Any, args: Any, kwargs: Any) -> Any:
+            rngs = rngs if isinstance(rngs, Mapping) else {"params": rngs}
+            variables = dict(model.init(rngs, *args, **kwargs))
+            # Attention with ``decode=True`` takes the whole sequence until it has a
+            # cache.
+            variables.pop("cache", None)
+            recorder.products.clear()  # of init
+            model.apply(variables, *args, rngs=rngs, mutable=ALL_STATE, **kwargs)
+            return variables.get("params", {})
+
+        with (
+            record_products() as recorder,
+            _tracing(tracing),
+            nn.intercept_methods(see_module),
+        ):
+            shapes = trace(run, rngs, args, kwargs)
         own = tuple(blocks)
-        parameters = [row for row in parameters if not row[0].startswith(own)]
-        return weight_products.report(
-            self._pairs, found, parameters, activations.values()
+        matrices = {
+            path: leaf.shape
+            for path, leaf in parameter_leaves(shapes)
+            if ndims.get(path, leaf.ndim) >= 2 and not path.startswith(own)
+        }
+        return rules_report(
+            self._pairs,
+            tracing.found,
+            matrices,
+            recorder.products,
+            tracing.activations.values(),
         )
 
     @property
@@ -284,38 +325,10 @@ class RulesDot(DotGeneral):
         return self.rules
 
 
-@functools.cache
-def _key_layers_by_path() -> None:
-    """Makes ``nn.jit`` trace each layer with a ``RulesDot``, or of a quantized model.
-
-    It takes modules with equal fingerprints for the same one, wherever they are, and
-    would give the second the first one's rule.  Other modules keep their fingerprint.
-
-    Raises:
-      RuntimeError: this version of Flax has no such function.
-    """
-    flax_functions.replace(
-        transforms,
-        "_module_fingerprint",
-        _with_path,
-        user="RulesDot",
-        remedy="give layers a FallbackDot as dot_general=",
-    )
-
-
-def _with_path(fingerprint: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    @functools.wraps(fingerprint)
-    def fingerprint_with_path(module: nn.Module) -> Any:
-        found = fingerprint(module)
-        if quantized_root.value is None and not _mentions_rules(found):
-            return found
-        return found, module.path
-
-    return fingerprint_with_path
-
-
-def _mentions_rules(fingerprint: Any) -> bool:
-    """Whether a module has a ``RulesDot``, in a field or in a module inside."""
-    if isinstance(fingerprint, tuple):
-        return any(map(_mentions_rules, fingerprint))
-    return fingerprint is RulesDot or isinstance(fingerprint, RulesDot)
+def _next_number(scope: Scope, kind: str) -> int:
+    """The next number, which Flax's reservations count for one call of a module."""
+    # Names that no child of the module has.
+    names = ((n, f"{kind} {n}") for n in itertools.count())
+    number, name = next(x for x in names if not scope.name_reserved(x[1], kind))
+    scope.reserve(name, kind)
+    return number

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import tracers
 from flax.core.scope import Scope, Variable
-from flax.linen import module as flax_module
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.nnx import bridge
 from jax.custom_batching import custom_vmap
 
 from fbq_jax.core import threshold
-from fbq_jax.core.frozen_weight import active_recorder
-from fbq_jax.core.layer_stats import SLOT, layer_path
+from fbq_jax.core.frozen_weight import is_freezing
+from fbq_jax.core.threshold import SLOT, layer_path
 from fbq_jax.core.training_warnings import warn_without_state_gradient
+from fbq_jax.flax_internals import running_modules
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.sharding.layer_names import warn_first
 
@@ -65,7 +65,7 @@ def is_mutable_state(scope: Scope | None, collection: str) -> bool:
 
     While ``freeze`` traces a model, they may store codes only.
     """
-    if scope is None or active_recorder() is not None:
+    if scope is None or is_freezing():
         return False
     return scope.is_mutable_collection(collection)
 
@@ -211,13 +211,14 @@ def calling_module(collection: str | None = None) -> nn.Module | None:
     Args:
       collection: the collection with the state that the module keeps.
     """
-    stack = flax_module._context.module_stack
+    stack = running_modules()
     module = stack[-1]
     if collection is None or module is None or module.scope is None:
         return module
     scope = module.scope
-    if scope.root.mutable is not False or collection in scope.root._variables:
-        return module  # it can keep state, or has it
+    has_state = not scope.root.is_collection_empty(collection)
+    if has_state or scope.root.mutable is not False:
+        return module  # it has state, or can keep it
     modules: list[nn.Module] = [m for m in stack if m is not None and m.scope]
     inside = [m for m in modules if m.scope and m.scope.root is scope.root]
     first = modules.index(inside[0])
@@ -236,7 +237,7 @@ def is_mutable_outside(collection: str) -> bool:
     If the method's own module cannot, a lifted transformation such as
     ``nn.map_variables`` made it immutable.
     """
-    modules = (m for m in flax_module._context.module_stack if m is not None)
+    modules = (m for m in running_modules() if m is not None)
     return any(m.scope and m.is_mutable_collection(collection) for m in modules)
 
 

@@ -1,70 +1,89 @@
-"""Traces a Linen model to see what it does with its parameters."""
+"""What a Linen model that is traced tells: its products and its parameters."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax.core import DenyList
 
-from fbq_jax.core.weight_marks import record_products
-from fbq_jax.core.weight_products import (
-    ParameterUse,
-    find_uses,
-    split_arrays,
-)
+from fbq_jax.recipes.rules_report import ProductRecorder, QuantizedParameter
+from fbq_jax.recipes.schema import Recipe
 
+#: The parameter that is the weight of a layer.
+KERNEL = "kernel"
 ALL_STATE = DenyList("params")  # all collections but the parameters
 
-
-def trace_parameters(
-    model: nn.Module, rngs: Any, args: Any, kwargs: Mapping[str, Any]
-) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
-    """The path, the shape and the use of each parameter; computes nothing.
-
-    Args:
-      model: an unbound model.
-      rngs: the PRNG keys of ``init``, which ``apply`` gets, too.
-      args: its arguments; arrays may be ``jax.ShapeDtypeStruct``.
-      kwargs: its keyword arguments, and ``method``.
-    """
-    arrays, rebuild = split_arrays((args, kwargs))
-    rngs = rngs if isinstance(rngs, Mapping) else {"params": rngs}
-
-    def init(rngs: Any, arrays: list[Any]) -> Any:
-        args, kwargs = rebuild(arrays)
-        return model.init(rngs, *args, **kwargs)
-
-    def apply(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
-        args, kwargs = rebuild(arrays)
-        return model.apply(variables, *args, rngs=rngs, mutable=ALL_STATE, **kwargs)
-
-    # Attention with ``decode=True`` takes the whole sequence until it has a cache.
-    variables = dict(jax.eval_shape(init, rngs, arrays))
-    variables.pop("cache", None)
-    return trace_uses(apply, variables, rngs, arrays)
+# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
+_recorder = jax.make_user_context(None)
 
 
-def trace_uses(
-    apply: Callable[..., Any], variables: Mapping[str, Any], *inputs: Any
-) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
-    """The path, the shape and the use of each parameter; computes nothing.
+@contextlib.contextmanager
+def record_products() -> Iterator[ProductRecorder]:
+    """Makes ops that are traced inside report to the recorder that it yields."""
+    recorder = ProductRecorder()
+    with _recorder(recorder):
+        yield recorder
+
+
+def record_product(
+    module: nn.Module,
+    parameter: tuple[str, ...] | None,
+    rhs: Any,
+    recipe: Recipe,
+    *,
+    ignores_precision: bool,
+) -> None:
+    """Records a product, if someone asked for it.
 
     Args:
-      apply: a function of the variables and the inputs that calls a model.
-      variables: the variables of the model, or their shapes.
-      *inputs: trees of arrays, or their shapes.
+      module: the calling layer.
+      parameter: the path of the parameter that it multiplies by; None to find it among
+        the layer's own.
+      rhs: the right operand.
+      recipe: of the product.
+      ignores_precision: whether the layer asked for a precision that is ignored.
     """
-    parameters = {
-        position: "/".join(filter(None, map(_name, path[1:])))
-        for position, (path, _) in enumerate(jax.tree.leaves_with_path(variables))
-        if _name(path[0]) == "params"
+    recorder: ProductRecorder | None = _recorder.value
+    if recorder is None:
+        return
+    if parameter is None:
+        parameter = (*module.path, *_weight_name(module, rhs))
+    path, layer = "/".join(parameter), "/".join(module.path)
+    recorder.products.append(
+        QuantizedParameter(path, rhs.shape, layer, None, recipe, ignores_precision)
+    )
+
+
+def own_parameters(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that a running module holds itself, by their names.
+
+    Inside ``nn.scan`` and ``nn.vmap`` they are those of one layer.
+    """
+    assert module.scope is not None
+    params = module.variables.get("params", {})
+    leaves = {
+        name: jax.tree.leaves(value)  # the parameter may be boxed
+        for name, value in params.items()
+        if not isinstance(value, Mapping)
     }
-    with record_products() as recorder:
-        closed = jax.make_jaxpr(apply)(variables, *inputs)
-    return find_uses(closed, parameters, recorder)
+    return {name: found[0].shape for name, found in leaves.items() if found}
 
 
-def _name(key: Any) -> str:
-    """The name of a variable or module; empty inside the box of a parameter."""
-    return str(key.key) if isinstance(key, jax.tree_util.DictKey) else ""
+def parameter_leaves(params: Any) -> Iterator[tuple[str, Any]]:
+    """The path and the array of each parameter, which may be boxed."""
+    for keys, leaf in jax.tree.leaves_with_path(params):
+        dict_keys = (k for k in keys if isinstance(k, jax.tree_util.DictKey))
+        yield "/".join(str(k.key) for k in dict_keys), leaf
+
+
+def _weight_name(module: nn.Module, rhs: Any) -> list[str]:
+    """The parameter of a module that has the size of an operand, if only one has."""
+    size = math.prod(rhs.shape)
+    shapes = own_parameters(module)
+    names = [name for name, shape in shapes.items() if math.prod(shape) == size]
+    if KERNEL in names:
+        return [KERNEL]
+    return names if len(names) == 1 else []

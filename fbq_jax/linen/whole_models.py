@@ -7,24 +7,24 @@ methods runs, an interceptor of Flax gives each layer that runs inside its op.
 import contextlib
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import lift
 from flax.core.scope import in_filter, union_filters
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.traverse_util import flatten_dict
 from jax import lax
 
-from fbq_jax.core.layer_stats import is_state, layer_path
+from fbq_jax.core.layer_stats import is_state
+from fbq_jax.core.threshold import layer_path
+from fbq_jax.flax_internals import MethodWrapper, module_fingerprint, split_axes
 from fbq_jax.kernels.rounding import fold
-from fbq_jax.linen import flax_functions
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
+from fbq_jax.linen.frozen import codes_collection
 from fbq_jax.linen.rules import Quantization, Root, RulesDot, quantized_root
 from fbq_jax.linen.state import (
     calling_module,
@@ -32,7 +32,6 @@ from fbq_jax.linen.state import (
     share_state,
     sharing_states,
 )
-from fbq_jax.linen.step_codes import codes_collection
 from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -70,7 +69,7 @@ def quantize(
 
     Layers that multiply by their parameters in their own code, by ``jnp.einsum`` or
     ``@``, stay in float, which the report says:
-    ``fbq_jax.integrations.qwix.quantize`` reaches them.
+    ``fbq_jax.contrib.qwix.quantize`` reaches them.
 
     Args:
       model: an unbound model, which does not change.
@@ -106,18 +105,18 @@ def quantize(
     >>> sorted(variables["fallback"])
     ['up']
     """
-    return quantize_with(inject_ops, model, rules, rngs, args, kwargs)
+    return quantize_with(run_with_ops, model, rules, rngs, args, kwargs)
 
 
 def quantize_with(
-    inject: Callable[[RulesDot], contextlib.AbstractContextManager[None]],
+    run: Callable[[RulesDot, Callable[[], Any]], Any],
     model: M,
     rules: Mapping[str, Recipe | None] | Pairs | RulesDot,
     rngs: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[M, RulesReport]:
-    """``quantize``, where ``inject`` gives layers that run in its context the op."""
+    """``quantize``, where ``run`` calls a function whose layers get the op."""
     check_linen("quantize", model)
     if model.scope is not None:
         raise ValueError(
@@ -125,35 +124,33 @@ def quantize_with(
             "variables: quantize it first, then pass them to its apply"
         )
     dot = rules if isinstance(rules, RulesDot) else RulesDot(rules)
-    quantized = model.clone()
     original: Any = vars(type(model)).get("unquantized", type(model))
-    quantized_class = _quantized_class(original, Quantization(dot, inject))
-    object.__setattr__(quantized, "__class__", quantized_class)
+    quantized = _new(original, Quantization(dot, run))
+    vars(quantized).update(vars(model.clone()))
     report = dot.report(quantized, rngs, *args, **kwargs)
     warn_of_idle_rules(path_rules.as_pairs(dot.rules), report, stacklevel=3)
     return quantized, report
 
 
-class _Quantized:
+class _Quantized(MethodWrapper):
     """The base of the classes of quantized models, before the model's own class."""
 
     unquantized: type[nn.Module]
     quantization: Quantization
 
-    def _call_wrapped_method(self, *args: Any) -> Any:
-        # Flax calls each method of a module through this one.
-        with _active_in(self):
-            out = super()._call_wrapped_method(*args)  # type: ignore[misc]
+    def around_method(self, call: Callable[[], Any]) -> Any:
+        out = _run(self, call)
         _separate_steps(self)
         return out
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        with _active_in(self):  # also where method= is a function of the model
-            return super().apply(*args, **kwargs)  # type: ignore[misc]
+        apply = super().apply  # type: ignore[misc]
+        # Also where method= is a function of the model.
+        return _run(self, lambda: apply(*args, **kwargs))
 
     def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
-        with _active_in(self):
-            return super().init_with_output(*args, **kwargs)  # type: ignore[misc]
+        init = super().init_with_output  # type: ignore[misc]
+        return _run(self, lambda: init(*args, **kwargs))
 
     def __reduce__(self) -> Any:
         arguments = self.unquantized, self.quantization
@@ -163,7 +160,6 @@ class _Quantized:
 @functools.cache
 def _quantized_class(cls: Any, quantization: Quantization) -> type:
     """The class of quantized models; equal arguments give the same class."""
-    _replace_flax_functions()
     fields = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -189,22 +185,22 @@ def _new(cls: Any, quantization: Quantization) -> Any:
     return object.__new__(_quantized_class(cls, quantization))
 
 
-@contextlib.contextmanager
-def _active_in(model: Any) -> Iterator[None]:
-    """Gives the layers of a quantized model that run in this context their op."""
-    if model.quantization.inject is inject_ops:
-        check_unchanged_by_qwix(model, "fbq_jax.integrations.qwix.quantize")
+def _run(model: Any, call: Callable[[], Any]) -> Any:
+    """Calls a function of a quantized model, whose layers get their op."""
+    run, dot = model.quantization.run, model.quantization.dot
+    if run is run_with_ops:
+        check_unchanged_by_qwix(model, "fbq_jax.contrib.qwix.quantize")
     path = () if model.scope is None else model.path
     root = Root(path, model.quantization)
     if quantized_root.value == root:
-        yield
-        return
+        return call()
     with (
+        split_axes.replaced(_carry_state),
+        module_fingerprint.replaced(_add_path),
         quantized_root(root),
         sharing_states(),
-        root.quantization.inject(root.quantization.dot),
     ):
-        yield
+        return run(dot, call)
 
 
 def _separate_steps(model: Any) -> None:
@@ -215,13 +211,17 @@ def _separate_steps(model: Any) -> None:
     """
     if model.scope is None or not model.is_initializing():
         return
-    states = model.scope._collection(model.quantization.dot.collection)
-    for path, state in flatten_dict(states, is_leaf=lambda _, x: is_state(x)).items():
+    collection = model.quantization.dot.collection
+    states = flatten_dict(
+        model.scope.variables().get(collection, {}), is_leaf=lambda _, x: is_state(x)
+    )
+    for (*parents, name), state in states.items():
         if is_state(state):
-            *parents, name = path
-            # In place: the scopes of the model's layers refer to these mappings.
-            inner = functools.reduce(operator.getitem, parents, states)
-            inner[name] = {**state, "seed": _unequal(state["seed"])}
+            scope = model.scope.rewound()  # the model's own scope reserves no names
+            for parent in parents:
+                scope = scope.push(parent, reuse=True)
+            state = {**state, "seed": _unequal(state["seed"])}
+            scope.put_variable(collection, name, state)
 
 
 def _unequal(seeds: jax.Array) -> jax.Array:
@@ -233,6 +233,12 @@ def _unequal(seeds: jax.Array) -> jax.Array:
             is_same = jnp.all(seeds == seeds.take(jnp.array([0]), axis))
             seeds = jnp.where(is_same, others.astype(seeds.dtype), seeds)
     return seeds
+
+
+def run_with_ops(dot: RulesDot, call: Callable[[], Any]) -> Any:
+    """Calls a function in ``inject_ops``."""
+    with inject_ops(dot):
+        return call()
 
 
 @contextlib.contextmanager
@@ -265,7 +271,7 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
         taken = ops
         # Qwix reaches the products of activations in any code.
         if isinstance(module, nn.MultiHeadDotProductAttention) and (
-            root.quantization.inject is inject_ops and _takes_einsums(module, dot)
+            root.quantization.run is run_with_ops and _takes_einsums(module, dot)
         ):
             taken = ops | attention_ops
         given = {}
@@ -383,19 +389,16 @@ def _shares_params(variable_axes: Mapping[Any, Any]) -> bool:
     )
 
 
-@functools.cache
-def _replace_flax_functions() -> None:
-    """Replaces a function of Flax, when a model is first quantized.
+def _add_path(fingerprint: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Makes ``nn.jit`` trace each layer of a quantized model.
 
-    Outside quantized models it does what it did before.
-
-    Raises:
-      RuntimeError: this version of Flax has no such function.
+    It takes modules with equal fingerprints for the same one, wherever they are, and
+    would give the second the first one's rule.
     """
-    flax_functions.replace(
-        lift,
-        "_split_in_out_axes",
-        _carry_state,
-        user="quantize",
-        remedy="give layers a RulesDot as dot_general=",
-    )
+
+    @functools.wraps(fingerprint)
+    def fingerprint_with_path(module: nn.Module) -> Any:
+        found = fingerprint(module)
+        return found if quantized_root.value is None else (found, module.path)
+
+    return fingerprint_with_path

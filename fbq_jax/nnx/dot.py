@@ -19,15 +19,24 @@ from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_general import DotConfig, LayerDot
 from fbq_jax.core.einsum import QuantizedEinsum
-from fbq_jax.core.frozen_weight import Axes, active_recorder, check_axes
-from fbq_jax.core.step_codes import StepWeight
+from fbq_jax.core.frozen_weight import (
+    Axes,
+    Making,
+    StepWeight,
+    active_making,
+    check_axes,
+    differ,
+    quantize_step_weight,
+    quantize_weight,
+)
+from fbq_jax.core.tracing import observe_weight
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.kernels.quantized import Layouts
-from fbq_jax.nnx.callers import warn_if_hidden, warn_if_shared
 from fbq_jax.nnx.grouped_dense import GroupedDense
+from fbq_jax.nnx.op_warnings import warn_if_hidden, warn_if_shared
 from fbq_jax.nnx.plain_method import PlainMethod
-from fbq_jax.quantized import Quantized
 from fbq_jax.recipes import fallback
+from fbq_jax.recipes.rules_report import QuantizedParameter
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
 
@@ -46,6 +55,11 @@ class StepCodes(nnx.Variable):
     """The codes of a weight in ``quantize_weights_once``, a ``StepWeight``."""
 
 
+#: The ``ProductRecorder`` to which ops report; None unless a report is made.  Part of
+#: the key of JAX's trace caches: a layer that was traced before is traced again.
+product_recorder = jax.make_user_context(None)
+#: The attribute of an op with the codes that it is making.
+MADE = "made"
 #: Whether a context of ``quantize_weights_once`` is active.
 in_step = jax.make_user_context(False)
 #: Whether ``evaluation`` is active.  Part of the key of JAX's trace caches: a layer
@@ -187,27 +201,35 @@ class FallbackDot(DotGeneral, nnx.Module):
     ) -> jax.Array:
         """Computes the product, and updates the state in training."""
         warn_if_hidden(self)
-        layer = self.layer_dot(lhs, rhs, arguments.dimension_numbers)
+        arguments, ignores = self.config.ignoring(arguments)
+        dims = arguments.dimension_numbers
+        layer = self.layer_dot(lhs, rhs, dims, ignores_precision=ignores)
         return layer.dot_general(lhs, arguments)
 
     @PlainMethod
     def layer_dot(
-        self, x: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers
+        self,
+        x: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: DimensionNumbers,
+        *,
+        ignores_precision: bool = False,
     ) -> LayerDot:
         """The dot of the layer with this weight."""
         del x
-        frozen = self._codes(rhs, dimension_numbers)
-        if frozen is None:
-            codes = self._step_codes(rhs, dimension_numbers)
-        else:
-            codes = Layouts(None, frozen)
+        if self.layer is not None:
+            if (recorder := product_recorder.value) is not None:
+                row = self.layer, rhs.shape, self.layer, None, self.recipe
+                recorder.products.append(QuantizedParameter(*row, ignores_precision))
+            rhs = observe_weight(self.layer, jnp.asarray(rhs))
+        codes, frozen = self._codes(rhs, dimension_numbers)
         rhs = self.check_moves(rhs)
         return LayerDot(
             self.config,
             self.state(),
             rhs,
             codes,
-            is_frozen=frozen is not None,
+            is_frozen=frozen,
             commit=self.commit,
             named=functools.partial(self.named, _description(rhs)),
         )
@@ -256,7 +278,7 @@ class FallbackDot(DotGeneral, nnx.Module):
     def check_moves(self, weight: Tree) -> Tree:
         """The layer's weight; its gradient warns if its noise repeats.
 
-        Also warns if two layers train with this op.
+        Also warns if weights of two shapes train with this op.
 
         Args:
           weight: float arrays.
@@ -269,7 +291,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         name = self._shown_name()
         if not self.evaluates:
             threshold.check_count(self.state(), name)
-            warn_if_shared(self)
+            warn_if_shared(self, weight)
         if not needs_state(self.recipe):
             return weight
         if self.evaluates:
@@ -308,12 +330,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         except TraceContextError:
             if not needs_state(self.recipe):
                 return out
-            layer = self._shown_name()
-            instead = (
-                "NNX's, such as nnx.jit and nnx.remat (in a Linen layer, "
-                "fbq_jax.FallbackDot in place of fbq_jax.nnx.FallbackDot)"
-            )
-            threshold.raise_lost_state(layer, instead)
+            threshold.raise_lost_state(self._shown_name(), _NNX_TRANSFORMS)
         return out
 
     @PlainMethod
@@ -331,37 +348,78 @@ class FallbackDot(DotGeneral, nnx.Module):
 
     def _codes(
         self, rhs: jax.Array, dimension_numbers: DimensionNumbers
-    ) -> Quantized | None:
-        """The codes that the layer multiplies by; None if it is not frozen."""
-        if self.layer is None:
-            return None
-        if (recorder := active_recorder()) is not None:
-            recorder.report(self.layer, rhs, dimension_numbers)
-        if self.weight is None:
-            return None
-        if not self.evaluates:
-            raise ValueError(
-                f"layer {self.layer!r} is frozen and does not train: call model.eval() "
-                "on the model that freeze returned, or train the model from before"
-            )
-        check_axes(self.axes, dimension_numbers, self.layer)
-        return self.weight.get_value()
+    ) -> tuple[Layouts | None, bool]:
+        """The codes of the layer's weight, and whether the layer is frozen.
 
-    def _step_codes(
-        self, rhs: jax.Array, dimension_numbers: DimensionNumbers
-    ) -> Layouts | None:
-        """The codes that a step made once; None if the layer quantizes its weight."""
-        if self.step_codes is None:
-            return None
-        name = self._shown_name()
-        if not in_step.value:
+        There are none in a layer that quantizes its weight itself.
+        """
+        making = active_making()
+        if making is not None and self.layer in (making.layers or ()):
+            self._make_codes(making, rhs, dimension_numbers)
+        elif self.weight is not None:
+            layer = self.layer or self._shown_name()
+            if not self.evaluates:
+                raise ValueError(
+                    f"layer {layer!r} is frozen and does not train: call model.eval() "
+                    "on the model that freeze returned, or train the model from before"
+                )
+            check_axes(self.axes, dimension_numbers, layer)
+            return Layouts(None, self.weight.get_value()), True
+        elif self.step_codes is not None:
+            name = self._shown_name()
+            if not in_step.value:
+                raise ValueError(
+                    f"{name} has codes of a step, and its weight may be another one by "
+                    "now: call nnx.split, nnx.merge and the model inside the context "
+                    "of fbq_jax.nnx.quantize_weights_once"
+                )
+            weight: StepWeight = self.step_codes.get_value()
+            return weight.codes_for(name, lambda: rhs, dimension_numbers), False
+        return None, False
+
+    def _make_codes(
+        self, making: Making, rhs: jax.Array, dimension_numbers: DimensionNumbers
+    ) -> None:
+        """Makes the codes that ``freeze`` or a training step asks for.
+
+        They go to the variable ``MADE``, if there is one to take them, with 0 before a
+        product, 1 after it, and 2 after products with several weights.
+
+        Raises:
+          ValueError: the codes of a stack are not sliced as its parameters.
+        """
+        weight: Any
+        if making.for_step:
+            weight = quantize_step_weight(self.config, rhs, dimension_numbers)
+        else:
+            state = self.state()
+            weight = quantize_weight(self.config, state, rhs, dimension_numbers).codes
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weight)
+        assert self.layer is not None
+        making.add(self.layer, dimension_numbers, shapes)
+        if (made := getattr(self, MADE, None)) is None:
+            return
+        codes, count = made.get_value()
+        if jax.tree.map(jnp.shape, codes) != jax.tree.map(jnp.shape, weight):
             raise ValueError(
-                f"{name} has codes of a step, and its weight may be another one by "
-                "now: call nnx.split, nnx.merge and the model inside the context of "
-                "fbq_jax.nnx.quantize_weights_once"
+                f"layer {self.layer!r} is one of a stack, whose codes are not sliced: "
+                "slice codes of stacked layers as their parameters"
             )
-        weight: StepWeight = self.step_codes.get_value()
-        return weight.codes_for(name, lambda: rhs, dimension_numbers)
+        if not making.for_step:
+            again = jnp.where(differ(codes, weight), 2, count)
+            count = jnp.where(count == 0, 1, again)
+        try:
+            made.set_value((weight, count))
+        except TraceContextError:
+            if not making.for_step:
+                threshold.raise_lost_state(f"layer {self.layer!r}", _NNX_TRANSFORMS)
+            making.left.add(self.layer)
+
+
+_NNX_TRANSFORMS = (
+    "NNX's, such as nnx.jit and nnx.remat (in a Linen layer, fbq_jax.FallbackDot in "
+    "place of fbq_jax.nnx.FallbackDot)"
+)
 
 
 def _description(kernel: jax.Array) -> str:
@@ -387,10 +445,10 @@ class FallbackOp(nnx.Module):
         )
 
     @PlainMethod
-    def check_unshared(self) -> None:
-        """Warns, once, if another layer trains with this op."""
+    def check_unshared(self, weight: jax.Array) -> None:
+        """Warns, once, if a weight of another shape trains with this op."""
         if not self.dot_general.evaluates:
-            warn_if_shared(self)
+            warn_if_shared(self, weight)
 
 
 class FallbackEinsum(QuantizedEinsum, FallbackOp):
@@ -409,7 +467,7 @@ class FallbackEinsum(QuantizedEinsum, FallbackOp):
         self, subscripts: str, /, *operands: jax.Array, **kwargs: Any
     ) -> jax.Array:
         """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
-        self.check_unshared()
+        self.check_unshared(operands[-1])
         return super().__call__(subscripts, *operands, **kwargs)
 
 
@@ -430,7 +488,7 @@ class FallbackConv(FallbackOp):
         self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any
     ) -> jax.Array:
         """``lax.conv_general_dilated(lhs, rhs, ...)``, quantized."""
-        self.check_unshared()
+        self.check_unshared(rhs)
         return conv_general_dilated(self.dot_general, lhs, rhs, *args, **kwargs)
 
 

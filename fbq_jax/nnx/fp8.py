@@ -6,7 +6,7 @@ from flax import nnx
 from fbq_jax.core.arguments import DotArguments, DotGeneral
 from fbq_jax.core.training_warnings import warn_without_state_gradient
 from fbq_jax.fp8 import dot_general as fp8
-from fbq_jax.nnx.callers import warn_if_shared
+from fbq_jax.nnx.op_warnings import warn_if_shared
 
 _NO_STATE_GRADIENT = (
     "a gradient is taken with respect to the weight of a layer with an Fp8Dot, but not "
@@ -66,7 +66,7 @@ class Fp8Dot(DotGeneral, nnx.Module):
         """Computes the product in FP8; lhs is the activation."""
         variables = self.lhs, self.rhs, self.grad
         scalings = fp8.Scalings(*(variable.get_value() for variable in variables))
-        warn_if_shared(self)
+        warn_if_shared(self, rhs)
         rhs = warn_without_state_gradient(
             "no gradient of Fp8Scaling", _NO_STATE_GRADIENT, rhs, scalings
         )

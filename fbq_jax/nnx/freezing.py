@@ -8,16 +8,12 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
-    WeightUse,
+    Making,
     as_array,
     check_recipe,
     check_thetas,
-    quantize_weight,
-    record_weights,
-    rhs_axes,
 )
-from fbq_jax.core.layer_stats import layer_path
-from fbq_jax.core.weight_products import check_weight, split_arrays
+from fbq_jax.core.threshold import layer_path
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
     FallbackDot,
@@ -28,9 +24,14 @@ from fbq_jax.nnx.dot import (
     is_activations_dot,
     layer_op,
 )
-from fbq_jax.nnx.rules import trace_parameters
 from fbq_jax.nnx.sharing import check_unshared
-from fbq_jax.quantized import Quantized
+from fbq_jax.nnx.tracing import (
+    changing_weights,
+    make_weights,
+    parameter_paths,
+    read_parameters,
+    trace_call,
+)
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -45,7 +46,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     lose their kernel.  Codes and scales are the variable ``dot_general.weight``, inside
     the ``einsum_op`` of an einsum and the ``conv_general_dilated`` of a convolution.
 
-    In a model of ``fbq_jax.integrations.qwix.quantize_nnx``, it also freezes modules
+    In a model of ``fbq_jax.contrib.qwix.quantize_nnx``, it also freezes modules
     that multiply by a parameter in their own code.  They keep a parameter that is read
     other than by this product, as a tied head does.  Products of two activations, which
     have no weight, stay quantized.
@@ -91,34 +92,35 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     model.eval()
     layers = _find_layers(model)
     args, kwargs = jax.tree.map(as_array, (args, kwargs))
-    with record_weights(layers) as recorder:
-        parameters = trace_parameters(model, args, kwargs)
-    recorder.check_all_ran()
-    of_model = {parameter: use for parameter, _, use in parameters}
-    for path, use in recorder.uses.items():
-        assert use is not None  # check_all_ran raises otherwise
-        weight = layers[path]
-        uses, own_code = of_model[weight.parameter], not isinstance(weight.layer, Layer)
-        check_weight(path, weight.parameter, uses, kept=own_code)
-        if uses.changes and not own_code:
+    making = Making(layers)
+    weights = make_weights(nnx.clone(model), making, args, kwargs)
+    making.check_all_ran()
+    if changing := changing_weights(model, layers, args, kwargs):
+        raise ValueError(
+            f"freeze cannot quantize the weights of {', '.join(changing)} once: they "
+            "depend on the model's inputs. Fold the factor into the parameter, or give "
+            "the layer None in the rules"
+        )
+    names = [weight.parameter for weight in layers.values()]
+    read = read_parameters(model, names, layers, args, kwargs)
+    for path, weight in layers.items():
+        own_code = not isinstance(weight.layer, Layer)
+        if weight.parameter in read and not own_code:
             raise ValueError(
-                f"freeze cannot quantize {weight.parameter!r} once: layer {path!r} "
-                f"multiplies by what {', '.join(sorted(uses.changes))} make of it. "
-                "Fold that into the parameter, or give the layer None in the rules"
+                f"freeze would remove {weight.parameter!r}, which the model reads "
+                f"other than by the product of layer {path!r}: give the layer None in "
+                "the rules"
             )
-        if own_code:
-            _freeze_parameter(weight, use, keep=bool(uses.other_readers))
-        else:
-            _freeze_layer(weight.layer, weight.dot, use)
-    arrays, rebuild = split_arrays((args, kwargs))
-
-    def call(model: M, arrays: list[Any]) -> None:
-        # Made here, so that the model can change modules among its arguments.
-        args, kwargs = rebuild(arrays)
-        model(*args, **kwargs)
-
+        weight.dot.weight = nnx.data(FrozenCodes(weights[path]))
+        weight.dot.axes = making.made[path][0]
+        value = getattr(weight.layer, weight.name)
+        if weight.parameter not in read and isinstance(value, nnx.Param):
+            axes = 0 if own_code else len(weight.dot.theta.shape)
+            kernel: Any = FrozenKernel(value.shape[axes:], value.dtype)
+            kernel = nnx.Param(kernel) if own_code else kernel
+            setattr(weight.layer, weight.name, kernel)
     try:
-        nnx.eval_shape(call, model, arrays)
+        trace_call(model, args, kwargs)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             "the frozen model does not run: it reads a layer's kernel other than by "
@@ -171,18 +173,6 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
     return layers
 
 
-def parameter_paths(model: nnx.Module) -> dict[int, str]:
-    """The path of each parameter, by its ``id``.
-
-    Layers may share a parameter, which has the path of the first one only.
-    """
-    return {
-        id(value): "/".join(map(str, path))
-        for path, value in nnx.iter_graph(model)
-        if isinstance(value, nnx.Param)
-    }
-
-
 def unknown_weight(layer: Layer) -> str | None:
     """Why nobody can tell what a layer multiplies by; None if it is its kernel."""
     if not type(layer).__call__.__module__.startswith(("flax.", "fbq_jax.")):
@@ -208,39 +198,3 @@ def _check_dot(path: str, dot: FallbackDot) -> None:
     if dot.weight is not None:
         raise ValueError(f"freeze takes a model once; {path!r} is frozen already")
     check_recipe(dot.recipe, path)
-
-
-def _freeze_layer(layer: Any, dot: FallbackDot, use: WeightUse) -> None:
-    """Replaces the kernel of a layer by its codes."""
-
-    def quantize(kernel: jax.Array, state: dict[str, jax.Array]) -> Quantized:
-        w = kernel.astype(use.dtype).reshape(use.shape)
-        return quantize_weight(dot.config, state, w, use.dimension_numbers).codes
-
-    kernel = layer.kernel[...]
-    # A convolution with feature groups reshapes its kernel before it multiplies.
-    shape = layer.kernel_shape if isinstance(layer, nnx.Conv) else use.shape
-    for _ in range(kernel.ndim - len(shape)):  # axes of stacked layers
-        quantize = jax.vmap(quantize)
-    dot.weight = nnx.data(FrozenCodes(quantize(kernel, dot.state())))
-    dot.axes = rhs_axes(use.dimension_numbers)
-    layer.kernel = FrozenKernel(shape, kernel.dtype)
-
-
-def _freeze_parameter(weight: _Weight, use: WeightUse, *, keep: bool) -> None:
-    """Gives an op the codes of a parameter, and replaces it unless ``keep``."""
-    layer, name, _, dot = weight
-
-    def quantize(w: jax.Array, state: dict[str, jax.Array]) -> Quantized:
-        for step in use.view:
-            w = step(w)
-        w = w.astype(use.dtype).reshape(use.shape)
-        return quantize_weight(dot.config, state, w, use.dimension_numbers).codes
-
-    w, state = getattr(layer, name)[...], dot.state()
-    for _ in range(state["theta"].ndim):  # axes of stacked layers
-        quantize = jax.vmap(quantize)
-    dot.weight = nnx.data(FrozenCodes(quantize(w, state)))
-    dot.axes = rhs_axes(use.dimension_numbers)
-    if not keep:
-        setattr(layer, name, nnx.Param(FrozenKernel(w.shape, w.dtype)))

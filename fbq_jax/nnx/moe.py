@@ -7,21 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fbq_jax.core.training_warnings import warn_if_differentiated
-from fbq_jax.experts.mlp import Dispatch, expert_mlp, plan_dispatch
-from fbq_jax.experts.plan import (
-    Exchange,
-    ExpertSharding,
-    check_expert_sharding,
-)
-from fbq_jax.experts.ragged_dot import check_automatic
-from fbq_jax.experts.routing import (
-    Routes,
-    Routing,
-    check_routing,
-    next_bias,
-    route,
-    router_logits,
-)
+from fbq_jax.experts.expert_sharding import ExpertSharding, check_expert_sharding
+from fbq_jax.experts.mlp import mixture, tokens_of
+from fbq_jax.experts.routing import Routing, check_routing, next_bias, router_logits
 from fbq_jax.nnx.dot import FallbackDot, in_evaluation
 from fbq_jax.nnx.grouped_dense import GroupedDense, Initializer
 from fbq_jax.recipes.schema import Recipe
@@ -141,34 +129,27 @@ class MoEMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., D]`` to the same shape."""
-        check_automatic(x)
-        tokens = x.reshape(-1, x.shape[-1])
-        routes, plan = self._route(self.router(tokens))
-        y = expert_mlp(
-            tokens.astype(self.dtype or x.dtype),
-            routes,
-            plan,
-            self.gate_up,
-            self.down,
-            bits=self.bits,
-        )
-        return y.reshape(x.shape)
-
-    def _route(self, logits: jax.Array) -> tuple[Routes, Dispatch | Exchange]:
-        """Routes tokens by their logits ``[T, E]``, and updates the variables."""
-        routing, bias = self.routing, self.bias
+        logits, bias = self.router(tokens_of(x)), self.bias
         evaluates = self.use_running_average or in_evaluation.value
         if evaluates and bias is not None:
             logits = warn_if_differentiated("bias in evaluation", _EVALUATES, logits)
-        routes = route(routing, logits, None if bias is None else bias[...])
-        plan, dropped = plan_dispatch(routing, routes.experts, self.expert_sharding)
+        y, routes, dropped = mixture(
+            x.astype(self.dtype or x.dtype),
+            logits,
+            None if bias is None else bias[...],
+            self.gate_up,
+            self.down,
+            routing=self.routing,
+            sharding=self.expert_sharding,
+            bits=self.bits,
+        )
         if not evaluates:
             self.load[...], self.dropped[...] = routes.load, dropped
             self.load_balance_loss[...] = routes.load_balance_loss
             self.z_loss[...] = routes.z_loss
             if bias is not None:
-                bias[...] = next_bias(routing, bias[...], routes.load)
-        return routes, plan
+                bias[...] = next_bias(self.routing, bias[...], routes.load)
+        return y
 
 
 _EVALUATES = (

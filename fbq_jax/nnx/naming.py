@@ -5,7 +5,7 @@ An NNX layer does not know where it is in its model, so the model's owner tells 
 
 from flax import nnx
 
-from fbq_jax.core.layer_stats import ROOT, layer_path
+from fbq_jax.core.threshold import ROOT, layer_path
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import LAYER_OPS, FallbackDot, LayerPath
 

@@ -8,14 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fbq_jax.core import weight_products
 from fbq_jax.core.dot_general import DotConfig
-from fbq_jax.core.weight_marks import QuantizedProduct, record_products
-from fbq_jax.core.weight_products import (
-    ParameterUse,
-    find_uses,
-    split_arrays,
-)
+from fbq_jax.core.tracing import UnknownDependentsError
 from fbq_jax.model_kind import check_nnx, check_unchanged_by_qwix
 from fbq_jax.nnx.dot import (
     LAYER_OPS,
@@ -29,9 +23,20 @@ from fbq_jax.nnx.dot import (
 from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.nnx.int8_flow import Block
 from fbq_jax.nnx.naming import name_layers
+from fbq_jax.nnx.tracing import (
+    matrices_of,
+    parameter_paths,
+    read_parameters,
+    trace_products,
+)
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
-from fbq_jax.recipes.rules_report import RulesReport, warn_of_idle_rules
+from fbq_jax.recipes.rules_report import (
+    QuantizedParameter,
+    RulesReport,
+    rules_report,
+    warn_of_idle_rules,
+)
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -60,7 +65,7 @@ def quantize(
 
     Layers that multiply by their parameters in their own code, by ``jnp.einsum`` or
     ``@``, stay in float, which the report says:
-    ``fbq_jax.integrations.qwix.quantize_nnx`` reaches them.
+    ``fbq_jax.contrib.qwix.quantize_nnx`` reaches them.
 
     Args:
       model: changed in place; an error leaves it unchanged.
@@ -87,7 +92,7 @@ def quantize(
       ValueError: a pattern is not a regular expression, or no implementation has this
         name; Qwix changed the model; a layer is frozen; a matched layer is a stack of
         layers whose axis is not the first; or a rule is for products of two
-        activations, which ``fbq_jax.integrations.qwix.quantize_nnx`` reaches.
+        activations, which ``fbq_jax.contrib.qwix.quantize_nnx`` reaches.
 
     >>> model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     >>> from fbq_jax import recipes
@@ -99,7 +104,7 @@ def quantize(
     (('up',), ('value',))
     """
     pairs = path_rules.as_pairs(rules)
-    remedy = "fbq_jax.integrations.qwix.quantize_nnx"
+    remedy = "fbq_jax.contrib.qwix.quantize_nnx"
     check_unchanged_by_qwix(model, remedy)
     path_rules.refuse_activations_rules(pairs, f"use {remedy}")
     with unchanged_on_error(model):
@@ -113,7 +118,7 @@ def quantize(
         name_layers(model)
         if args or kwargs:
             try:
-                traced = trace_parameters(model, args, kwargs)
+                products = trace_products(model, args, kwargs)
             except (TypeError, ValueError) as error:
                 if args and _is_random_state(args[0]):
                     raise TypeError(
@@ -122,28 +127,28 @@ def quantize(
                         f"the model's call begin with {type(args[0]).__name__} here"
                     ) from error
                 raise
-            drop_unused_ops(model, pairs, found, traced)
-            own = _paths_of_blocks(model)
-            parameters = [row for row in traced if not row[0].startswith(own)]
+            drop_unused_ops(model, pairs, found, products, args, kwargs)
         else:
-            parameters = _expected_parameters(model, pairs, found)
-    report = weight_products.report(pairs, found, parameters)
+            products = _expected_products(model, pairs, found)
+        blocks = _paths_of_blocks(model)
+        matrices = {
+            path: shape
+            for path, shape in matrices_of(model).items()
+            if not path.startswith(blocks)
+        }
+    report = rules_report(pairs, found, matrices, products)
     warn_of_idle_rules(pairs, report, stacklevel=2)
     return report
 
 
 @contextlib.contextmanager
 def unchanged_on_error(model: nnx.Module) -> Iterator[None]:
-    """After an error, gives each module of a model its class and fields back."""
-    before = [
-        (module, type(module), dict(vars(module)))
-        for _, module in nnx.iter_modules(model)
-    ]
+    """After an error, gives each module of a model its fields back."""
+    before = [(module, dict(vars(module))) for _, module in nnx.iter_modules(model)]
     try:
         yield
     except BaseException:
-        for module, kind, fields in before:
-            module.__class__ = kind
+        for module, fields in before:
             vars(module).clear()
             vars(module).update(fields)
         raise
@@ -194,39 +199,15 @@ def quantize_layers(
     return found
 
 
-def trace_parameters(
-    model: nnx.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
-    """The path, the shape and the use of each parameter; computes nothing.
-
-    Args:
-      model: does not change.
-      args: the arguments of a call; arrays may be ``jax.ShapeDtypeStruct``.
-      kwargs: keyword arguments of the same call.
-    """
-    arrays, rebuild = split_arrays((args, kwargs))
-    split: Any = nnx.split(model, nnx.Param, ...)
-    graphdef, parameters, others = split
-
-    def call(parameters: Any, others: Any, arrays: list[Any]) -> None:
-        args, kwargs = rebuild(arrays)
-        merged: Any = nnx.merge(graphdef, parameters, others)
-        merged(*args, **kwargs)
-
-    leaves = jax.tree.leaves_with_path(parameters)
-    with record_products() as recorder:
-        closed = jax.make_jaxpr(call)(parameters, others, arrays)
-    paths = {position: _path(keys) for position, (keys, _) in enumerate(leaves)}
-    return find_uses(closed, paths, recorder, root=type(model).__name__)
-
-
 def drop_unused_ops(
     model: nnx.Module,
     rules: Pairs,
     found: Mapping[str, str | None],
-    parameters: Iterable[tuple[str, tuple[int, ...], ParameterUse]],
+    products: Iterable[QuantizedParameter],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> None:
-    """Takes the ops back from layers whose weight is read without them.
+    """Takes the ops back from layers whose weight a call reads without them.
 
     Such an op would look like a layer that never trains.  A layer that did not run
     keeps its op.
@@ -235,23 +216,30 @@ def drop_unused_ops(
       model: changed in place.
       rules: all rules.
       found: maps the path of each layer to the pattern that matched it, or None.
-      parameters: the path, the shape and the use of each parameter in a call.
+      products: the quantized products of the call.
+      args: the arguments of the call.
+      kwargs: keyword arguments of the call.
     """
-    recipes = dict(rules)
-    read, quantized = set(), set()
-    for path, shape, use in parameters:
-        owner = path.rpartition("/")[0]
-        if use.quantized or use.combined:
-            quantized.add(owner)
-        elif len(shape) - use.stacked >= 2 and (use.in_float or use.others):
-            read.add(owner)
-    for parts, layer in nnx.iter_modules(model):
+    recipes, reached = dict(rules), {product.layer for product in products}
+    names = parameter_paths(model)
+    weights: dict[str, tuple[str, nnx.Module]] = {}
+    for parts, module in nnx.iter_modules(model):
         path = _join(parts)
-        pattern = found.get(path) if path in read - quantized else None
-        is_quantized = pattern is not None and recipes[pattern] is not None
+        pattern = None if path in reached else found.get(path)
         # A module that multiplies in its own code takes no op.
-        if is_quantized and (op := _op_of(layer)) is not None:
-            _set_op(path, layer, op, None, rngs=None)
+        if pattern is None or recipes[pattern] is None or _op_of(module) is None:
+            continue
+        for value in vars(module).values():
+            if isinstance(value, nnx.Param) and getattr(value, "ndim", 0) >= 2:
+                weights[names[id(value)]] = path, module
+    try:
+        read = read_parameters(model, weights, (), args, kwargs)
+    except UnknownDependentsError:
+        return  # the report says which layers no op reached
+    for name in read:
+        path, module = weights[name]
+        if (op := _op_of(module)) is not None:
+            _set_op(path, module, op, None, rngs=None)
 
 
 def _paths_of_blocks(model: nnx.Module) -> tuple[str, ...]:
@@ -261,37 +249,27 @@ def _paths_of_blocks(model: nnx.Module) -> tuple[str, ...]:
     return tuple(f"{path}/".lstrip("/") for path in blocks)
 
 
-def _expected_parameters(
+def _expected_products(
     model: nnx.Module, rules: Pairs, found: Mapping[str, str | None]
-) -> list[tuple[str, tuple[int, ...], ParameterUse]]:
-    """What layers do with their parameters, by the kind of the layer."""
-    modules = {_join(path): module for path, module in nnx.iter_modules(model)}
-    of_blocks = _paths_of_blocks(model)
-    recipes = dict(rules)
-    expected = []
-    for keys, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
-        path, use = _path(keys), ParameterUse()
-        if path.startswith(of_blocks):
-            continue
-        layer, _, name = path.rpartition("/")
-        pattern = found.get(layer)
+) -> list[QuantizedParameter]:
+    """The quantized products of layers, by the kinds of the layers."""
+    expected, recipes, names = [], dict(rules), parameter_paths(model)
+    for parts, module in nnx.iter_modules(model):
+        path = _join(parts)
+        pattern = found.get(path)
         recipe = None if pattern is None else recipes[pattern]
-        is_layer = isinstance(modules.get(layer), Layer)
-        if layer not in found:
-            use.without_op = type(modules.get(layer)).__name__
-        elif is_layer and name != "kernel":
-            use.others.add("add")
-        elif recipe is None:
-            use.in_float = True
-        elif is_layer or leaf.ndim >= 2:
-            use.quantized.append(QuantizedProduct(layer, leaf.shape, recipe))
-        expected.append((path, leaf.shape, use))
+        if recipe is None:
+            continue
+        if isinstance(module, Layer):
+            weights = [module.kernel]
+        else:
+            params = (x for x in vars(module).values() if isinstance(x, nnx.Param))
+            weights = [x for x in params if getattr(x, "ndim", 0) >= 2]
+        if len(weights) == 1:
+            (weight,) = weights
+            row = names[id(weight)], weight.shape, path, None, recipe
+            expected.append(QuantizedParameter(*row))
     return expected
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    """The path of a leaf of ``nnx.State``."""
-    return _join(key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
 
 
 def _join(parts: Any) -> str:

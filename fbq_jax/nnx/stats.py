@@ -6,7 +6,8 @@ from flax import nnx
 from flax.nnx import bridge
 
 from fbq_jax.core import layer_stats
-from fbq_jax.core.layer_stats import ROOT, LayerStats, stats_of
+from fbq_jax.core.layer_stats import LayerStats, stats_of
+from fbq_jax.core.threshold import ROOT
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.naming import dots_by_path
 from fbq_jax.nnx.sharing import check_unshared

@@ -1,24 +1,22 @@
 """Weights that a training step of NNX quantizes once, for all of its microbatches."""
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from flax import nnx
 
-from fbq_jax.core.frozen_weight import WeightUse, as_array, record_weights
-from fbq_jax.core.step_codes import (
-    StepWeight,
+from fbq_jax.core.frozen_weight import (
+    Making,
+    as_array,
     check_found,
     has_constant_codes,
-    quantize_step_weight,
     quantizes_weights,
 )
-from fbq_jax.core.weight_products import ParameterUse
+from fbq_jax.core.tracing import UnknownDependentsError
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
-    FallbackDot,
     Layer,
     StepCodes,
     dot_of,
@@ -26,10 +24,10 @@ from fbq_jax.nnx.dot import (
     is_activations_dot,
     layer_op,
 )
-from fbq_jax.nnx.freezing import parameter_paths, unknown_weight
+from fbq_jax.nnx.freezing import unknown_weight
 from fbq_jax.nnx.naming import dots_by_path
-from fbq_jax.nnx.rules import stack_shape, trace_parameters
 from fbq_jax.nnx.sharing import check_unshared
+from fbq_jax.nnx.tracing import changing_weights, make_weights, name_ops
 
 
 @contextlib.contextmanager
@@ -71,6 +69,7 @@ def quantize_weights_once(
         ``where_slower="float"``.
 
     >>> import jax.numpy as jnp
+    >>> from fbq_jax.nnx import FallbackDot
     >>> layer = nnx.Linear(64, 8, dot_general=FallbackDot(), rngs=nnx.Rngs(0))
     >>> x = jnp.ones((16, 64))
     >>> with quantize_weights_once(layer, x):
@@ -89,7 +88,25 @@ def quantize_weights_once(
         and dot.weight is None
         and not is_activations_dot(path.rpartition("/")[2])
     }
-    weights = _make_codes(model, dots, args, kwargs)
+    layers = {
+        id(dot_of(getattr(module, layer_op(module).name))): module
+        for _, module in nnx.iter_modules(model)
+        if isinstance(module, Layer) and unknown_weight(module) is None
+    }
+    constant = {
+        path
+        for path, dot in dots.items()
+        if id(dot) in layers and has_constant_codes(dot.recipe)
+    }
+    args, kwargs = jax.tree.map(as_array, (args, kwargs))
+    try:
+        changing = changing_weights(model, constant, args, kwargs, of_kernels=True)
+    except UnknownDependentsError:
+        changing = list(constant)  # which the warning names
+    constant.difference_update(changing)
+    weights = make_weights(
+        name_ops(model), Making(constant, for_step=True), args, kwargs
+    )
     check_found(weights, dots.keys() - weights.keys(), stacklevel=3)
     for path, weight in weights.items():
         dots[path].step_codes = nnx.data(StepCodes(weight))
@@ -99,55 +116,3 @@ def quantize_weights_once(
     finally:
         for path in weights:
             dots[path].step_codes = nnx.static(None)
-
-
-def _make_codes(
-    model: nnx.Module,
-    dots: dict[str, FallbackDot],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> dict[str, StepWeight]:
-    """The codes of the layers whose weight is their kernel, by the layer's path."""
-    layers = {
-        id(dot_of(getattr(module, layer_op(module).name))): module
-        for _, module in nnx.iter_modules(model)
-        if isinstance(module, Layer) and unknown_weight(module) is None
-    }
-    parameters = parameter_paths(model)
-    product_uses, parameter_uses = _trace(model, dots, args, kwargs)
-    codes = {}
-    for path, dot in dots.items():
-        layer, use = layers.get(id(dot)), product_uses[path]
-        if layer is None or use is None or not has_constant_codes(dot.recipe):
-            continue
-        parameter = parameter_uses.get(parameters.get(id(layer.kernel), ""))
-        if parameter and parameter.quantized and not parameter.changes:
-            codes[path] = _quantize(path, layer, dot, use)
-    return codes
-
-
-def _trace(
-    model: nnx.Module,
-    dots: Collection[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[dict[str, WeightUse | None], dict[str, ParameterUse]]:
-    """How a call multiplies by the weight of each op, and uses each parameter."""
-    model = nnx.clone(model)
-    for path, dot in dots_by_path(model).items():
-        if path in dots:
-            dot.layer = path  # under which it reports its product
-    args, kwargs = jax.tree.map(as_array, (args, kwargs))
-    with record_weights(dots) as recorder:
-        parameters = trace_parameters(model, args, kwargs)
-    return recorder.uses, {path: use for path, _, use in parameters}
-
-
-def _quantize(path: str, layer: Any, dot: FallbackDot, use: WeightUse) -> StepWeight:
-    def quantize(kernel: jax.Array) -> StepWeight:
-        w = kernel.astype(use.dtype).reshape(use.shape)
-        return quantize_step_weight(dot.config, w, use.dimension_numbers)
-
-    for _ in stack_shape(path, layer):
-        quantize = jax.vmap(quantize)
-    return quantize(layer.kernel[...])

@@ -54,6 +54,13 @@ class Request(NamedTuple):
     grouped: bool = False
     packs: tuple[int, int] | None = None
 
+    @staticmethod
+    def sides_of(*blocks: tuple[int | None, ...]) -> tuple[int, ...]:
+        """The ``sides`` of a call whose operands or layouts have these blocks."""
+        sides = [side for block in blocks for side in block]
+        known = tuple(side for side in sides if side is not None)
+        return known if len(known) == len(sides) else ()
+
 
 class Backend:
     """The reference, and the base of the other backends.

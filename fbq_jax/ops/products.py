@@ -111,13 +111,9 @@ def reads_sums(
     implementation: str | None,
 ) -> bool:
     """Whether the GEMM reads ``Quantized.sums`` of rhs, for one of these dtypes."""
-    request = Request("matmul", _known_sides(block), codes)
+    request = Request("matmul", Request.sides_of(block), codes)
     choice = dispatch.choose_for(request, implementation)
     return BACKENDS[choice.implementation].reads_sums(codes, *dtypes)
-
-
-def _known_sides(block: BlockShape) -> tuple[int, ...]:
-    return () if block[1] is None else tuple(x for x in block if x is not None)
 
 
 def _codes(rhs: Quantized) -> CodeDtype:
@@ -129,17 +125,11 @@ def _request(
     rhs: Quantized,
     groups: jax.Array | None = None,
     *_: Any,
+    op: str = "matmul",
     **_options: Any,
 ) -> Request:
-    sides = _known_sides(product_block(lhs, rhs))
-    return Request("matmul", sides, _codes(rhs), grouped=groups is not None)
-
-
-def _contract_request(
-    lhs: Quantized, rhs: Quantized, *_: Any, **_options: Any
-) -> Request:
-    sides = _known_sides(product_block(lhs, rhs))
-    return Request("contract", sides, _codes(rhs), grouped=True)
+    sides = Request.sides_of(product_block(lhs, rhs))
+    return Request(op, sides, _codes(rhs), grouped=groups is not None)
 
 
 def _operand_words(
@@ -349,7 +339,7 @@ MATMUL = register(
 CONTRACT = register(
     Op(
         reference.contract,
-        _contract_request,
+        functools.partial(_request, op="contract"),
         _contract_rule,
         _contract_on_shard,
         stacks=lambda *_: False,

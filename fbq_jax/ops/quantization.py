@@ -151,15 +151,14 @@ def _request(
     dtype: CodeDtype,
     **_options: Any,
 ) -> Request:
-    layouts = [layout for layout in (rowwise, colwise) if layout is not None]
-    sides = [side for layout in layouts for side in layout.block]
+    blocks = [layout.block for layout in (rowwise, colwise) if layout is not None]
     packs = None
     if not isinstance(source, Matrix):
         width = source.values.shape[-1] // (2 if isinstance(source, Gate) else 1)
         packs = width, _MOST_ROWS[type(source)]
     return Request(
         "quantize",
-        () if None in sides else tuple(side for side in sides if side is not None),
+        Request.sides_of(*blocks),
         dtype,
         grouped=source.row_counts is not None,
         packs=packs,

@@ -92,6 +92,8 @@ def _map(
     *args: Any,
 ) -> tuple[Any, Any]:
     """The rule of ``vmap``."""
+    if not axis_size:
+        return _map_empty(mapped, in_batched, *args)
     map_op = _map_stacked if op.stacks(*args) else _map_in_sequence
     return map_op(op, mapped, axis_size, in_batched, *args)
 
@@ -104,8 +106,6 @@ def _map_stacked(
     *args: Any,
 ) -> tuple[Any, Any]:
     """Merges a mapped axis into the leading one."""
-    if not axis_size:
-        return _map_empty(mapped, in_batched, *args)
     stack = functools.partial(_stack_operand, op, axis_size)
     stacked = [*map(stack, args, in_batched)]
     record_layer(op.name, stacked)
@@ -162,8 +162,6 @@ def _map_in_sequence(
     *args: Any,
 ) -> tuple[Any, Any]:
     """Runs the op on one example after the other."""
-    if not axis_size:
-        return _map_empty(mapped, in_batched, *args)
     own = functools.partial(_own_seeds, op, axis_size)
     operands, batched = zip(*map(own, args, in_batched), strict=True)
     leaves, tree = jax.tree.flatten(operands)

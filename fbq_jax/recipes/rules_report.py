@@ -1,14 +1,25 @@
-"""What rules did to a model: its quantized products, and what stayed in float."""
+"""What rules did to a model: its quantized products, and what stayed in float.
+
+Ops report their products while a model is traced, each with the parameter of its layer
+that it reads.  All other parameters stay in float, as far as the report knows.
+"""
 
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fbq_jax.recipes.path_rules import Pairs, activations_rules, first_match
 from fbq_jax.recipes.presets import recipe_name
 from fbq_jax.recipes.schema import Recipe
+
+#: Why a parameter stays in float: the module that holds it takes no op.
+WITHOUT_OP = "its module takes no op (see fbq_jax.contrib.qwix)"
+#: Why a parameter stays in float although its layer has an op.
+NOT_REACHED = "no op of its layer reached it"
+#: Why nobody knows of a parameter: its layer has several of one size.
+AMBIGUOUS = "unknown: an op of its layer reads it or another parameter"
 
 _SHOWN_LAYERS = 4  # in a warning
 
@@ -17,7 +28,8 @@ class QuantizedParameter(NamedTuple):
     """A parameter that a quantized product reads.
 
     Attributes:
-      parameter: its path, such as ``"mlp/up/kernel"``.
+      parameter: its path, such as ``"mlp/up/kernel"``; the path of the layer if that
+        multiplies by no parameter of its own, as a tied head, or by one of several.
       shape: its shape as the product reads it, without the axes of stacked layers.
       layer: the path of the layer that multiplies.
       rule: the pattern of the layer's rule; None if the layer had its op before.
@@ -32,6 +44,13 @@ class QuantizedParameter(NamedTuple):
     rule: str | None
     recipe: Recipe
     ignores_precision: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class ProductRecorder:
+    """The quantized products of a traced model, without their rules."""
+
+    products: list[QuantizedParameter] = dataclasses.field(default_factory=list)
 
 
 class ActivationProduct(NamedTuple):
@@ -135,30 +154,67 @@ def activation_product(
 def rules_report(
     rules: Pairs,
     found: Mapping[str, str | None],
+    matrices: Mapping[str, tuple[int, ...]],
     products: Iterable[QuantizedParameter],
-    float_parameters: Iterable[FloatParameter],
-    activation_products: Iterable[ActivationProduct],
+    activation_products: Iterable[ActivationProduct] = (),
 ) -> RulesReport:
     """Makes a report.
 
     Args:
       rules: all rules.
       found: maps the path of each layer to the pattern that matched it, or None.
-      products: the parameters that quantized products read.
-      float_parameters: all other parameters of two or more dimensions.
+      matrices: the shapes of the parameters that have two or more axes in one layer.
+      products: the quantized products of the model, without their rules.
       activation_products: the products of two activations that rules can name.
     """
     activation_products = tuple(activation_products)
     layers = {path: pattern for path, pattern in found.items() if pattern is not None}
     used = {*layers.values(), *(product.rule for product in activation_products)}
+    rows = [p._replace(rule=found.get(p.layer)) for p in dict.fromkeys(products)]
+    order = {path: number for number, path in enumerate(matrices)}
+    rows.sort(key=lambda row: order.get(row.parameter, len(order)))
+    names = {row.parameter for row in rows}
     return RulesReport(
         layers,
         tuple(pattern for pattern, _ in rules if pattern not in used),
         tuple(path for path, pattern in found.items() if pattern is None),
-        tuple(products),
-        tuple(float_parameters),
+        tuple(rows),
+        tuple(
+            FloatParameter(path, shape, _float_reason(dict(rules), found, path, names))
+            for path, shape in matrices.items()
+            if path not in names
+        ),
         activation_products,
     )
+
+
+def is_adapter(parameter: str) -> bool:
+    """Whether a name belongs to a LoRA parameter, which products in float read.
+
+    ``nnx.LoRA`` calls its parameters ``lora_a`` and ``lora_b``; Qwix adds
+    ``kernel_lora_a`` and ``kernel_lora_b`` to a parameter ``kernel``.
+    """
+    return parameter.endswith(("lora_a", "lora_b"))
+
+
+def _float_reason(
+    rules: Mapping[str, Recipe | None],
+    found: Mapping[str, str | None],
+    path: str,
+    products: Container[str],
+) -> str:
+    """Why a parameter is in float."""
+    layer = path.rpartition("/")[0]
+    if is_adapter(path):
+        return "LoRA"
+    if layer in products:
+        return AMBIGUOUS
+    if layer not in found:
+        return WITHOUT_OP
+    pattern = found[layer]
+    if pattern is None:
+        return "no rule for its layer"
+    return NOT_REACHED if rules[pattern] is not None else f"rule {pattern!r}"
 
 
 def warn_of_idle_rules(rules: Pairs, report: RulesReport, *, stacklevel: int) -> None:

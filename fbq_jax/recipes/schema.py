@@ -21,6 +21,8 @@ MAPPED_BLOCK = (128, 128, 128)
 
 Scales = Literal["block", "row_block", "row", "tensor"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
+# Those that split the contraction into parts with scales of their own.
+_SPLIT_SCALES = frozenset({"block", "row_block"})
 Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)
 Reduce = Literal["float32", "bfloat16", "int8"]
@@ -103,7 +105,7 @@ class Gemm:
     @property
     def splits_contraction(self) -> bool:
         """Whether the operands are codes with scales for parts of the contraction."""
-        return not self.in_floats and not {"row", "tensor"}.intersection(self.scales)
+        return not self.in_floats and _SPLIT_SCALES.issuperset(self.scales)
 
     def block_shape(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
         """The values of this GEMM's M, K and N that share a scale, if K has several.
@@ -282,9 +284,9 @@ class Recipe:
             yield "fwd.scales", fwd.in_blocks, takes
         yield "bound", self.bound in BOUNDS, f"one of {BOUNDS}"
         # Ops with block scales support a bound of 127 only.
-        in_blocks = [n for n, gemm in self._gemms().items() if gemm.splits_contraction]
-        takes = f"127.0 with block scales, as in {', '.join(in_blocks)}"
-        yield "bound", self.bound == 127.0 or not in_blocks, takes
+        split = [n for n, gemm in self._gemms().items() if gemm.splits_contraction]
+        takes = f"127.0 with block scales, as in {', '.join(split)}"
+        yield "bound", self.bound == 127.0 or not split, takes
         # GEMMs share codes only if there are any, and if they round in the same way.
         for name, gemm in {"dlhs": dlhs, "drhs": drhs}.items():
             accepted = gemm.keeps == "floats" or not fwd.in_floats
@@ -373,13 +375,13 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
         yield "reduce", gemm.reduce is None, f"{takes}: XLA sums it"
     else:
         yield "rhs", gemm.rhs is not None, "a rounding if lhs has one"
-        inner = [kind in ("block", "row_block") for kind in scales]
+        splits = [kind in _SPLIT_SCALES for kind in scales]
         takes = "'block' or 'row_block' for both operands or for neither"
-        yield "scales", inner[0] == inner[1], takes
+        yield "scales", splits[0] == splits[1], takes
         yield "keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None"
     is_drhs = name == "drhs"
     yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"
-    accepted = shards == 1 or (is_drhs and not {"block", "row_block"} & {*scales})
+    accepted = shards == 1 or (is_drhs and _SPLIT_SCALES.isdisjoint(scales))
     yield "shards", accepted, "1, except in a drhs without block scales"
 
 

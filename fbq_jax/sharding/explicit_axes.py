@@ -35,37 +35,49 @@ def automatic(
     )
 
 
-def apply_by_rows(function: Callable[..., _Tree], x: jax.Array, *args: Any) -> _Tree:
-    """Applies a function of x's rows, inside which explicit mesh axes are automatic.
+def apply_by_rows(
+    function: Callable[..., _Tree],
+    x: jax.Array,
+    *args: Any,
+    specs_of: Callable[..., Any] = PartitionSpec,
+) -> _Tree:
+    """Applies a function of x, inside which explicit mesh axes are automatic.
 
     Args:
-      function: maps ``x`` and ``args`` to a tree of arrays with x's leading axes.  It
-        must take all arrays as arguments, not by closure.
-      x: an array ``[..., C]``.
+      function: maps ``x`` and ``args`` to a tree of arrays.  It must take all arrays as
+        arguments, not by closure.
+      x: an array.
       *args: trees of arrays.
+      specs_of: maps the mesh axes of each axis of x to a ``PartitionSpec`` of the
+        results, or to a tree of them that is a prefix of the results'; by default they
+        are sharded as x is.
 
     Returns:
-      The tree.  Its arrays are sharded as x is, except for a last axis that the devices
-      of x's last axis do not divide.
+      The results.  An axis that the devices do not divide is not sharded.
     """
     sharding = jax.typeof(x).sharding
     if not sharding.mesh.explicit_axes:
         return function(x, *args)
-    *lead, last = sharding.spec
-    axes = last if isinstance(last, tuple) else () if last is None else (last,)
-    devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
 
-    def sharding_of(array: jax.ShapeDtypeStruct) -> NamedSharding:
-        spec = PartitionSpec(*lead, None if array.shape[-1] % devices else last)
-        return NamedSharding(sharding.mesh, spec)
+    def devices(axes: Any) -> int:
+        names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+        return math.prod(sharding.mesh.shape[name] for name in names)
+
+    def sharding_of(spec: PartitionSpec, array: jax.ShapeDtypeStruct) -> NamedSharding:
+        pairs = zip(spec, array.shape, strict=True)
+        fitting = [None if size % devices(axes) else axes for axes, size in pairs]
+        return NamedSharding(sharding.mesh, PartitionSpec(*fitting))
 
     # Without their shardings, which some operations of the function do not take.
     shapes = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (x, *args)
     )
-    out_sharding = jax.tree.map(sharding_of, jax.eval_shape(function, *shapes))
+    results = jax.eval_shape(function, *shapes)
+    specs = jax.tree.broadcast(specs_of(*sharding.spec), results)
     return jax.sharding.auto_axes(
-        function, axes=sharding.mesh.explicit_axes, out_sharding=out_sharding
+        function,
+        axes=sharding.mesh.explicit_axes,
+        out_sharding=jax.tree.map(sharding_of, specs, results),
     )(x, *args)
 
 

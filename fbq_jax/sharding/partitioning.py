@@ -38,6 +38,9 @@ from fbq_jax.sharding.rule_language import (
     word,
 )
 
+# What one device computes, by assignment.
+Program = Callable[[ShardAssignment], Callable[..., Any]]
+
 
 def call_partitioned(
     name: str,
@@ -58,23 +61,24 @@ def call_partitioned(
         several TPUs; None if such a program is an error.
     """
     rule = rule_of(*operands)
-    # jit: the function is traced only once.
-    shard = Shard(rule, UNASSIGNED)
-    whole = jax.jit(functools.partial(local, shard))
+    program = _traced_once(rule, local)
+    whole = program(UNASSIGNED)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return whole(*operands)  # Inside shard_map an array is a shard already.
     shapes = jax.eval_shape(whole, *operands)
+    run = _partitioned_op(name, rule, program, operands, shapes)
     leaves, tree = jax.tree.flatten(operands)
 
     def on_leaves(function: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
         return lambda *xs: jax.tree.leaves(function(*jax.tree.unflatten(tree, xs)))
 
-    run = _partitioned_op(name, rule, local, operands, shapes)
+    if in_xla is not None:
+        in_xla = jax.jit(functools.partial(in_xla, Shard(rule, UNASSIGNED)))
     results = _partitioned_p.bind(
         *leaves,
         name=name,
         partitioned=jax.make_jaxpr(on_leaves(run))(*leaves),
-        in_xla=in_xla and on_leaves(jax.jit(functools.partial(in_xla, shard))),
+        in_xla=in_xla and on_leaves(in_xla),
     )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -82,7 +86,7 @@ def call_partitioned(
 def _partitioned_op(
     name: str,
     rule: ShardingRule,
-    local: Callable[..., Any],
+    program: Program,
     operands: tuple[Any, ...],
     shapes: Any,
 ) -> Callable[..., Any]:
@@ -91,15 +95,16 @@ def _partitioned_op(
     # GPUs removes such an axis from a result that is broadcast, and gives the op's
     # attributes to the new reshape.  Shardy would apply the op's rule to it and crash.
     words = jax.tree.map(_squeeze_words, rule.results, shapes)
-    squeezed_rule = rule._replace(results=words)
-    whole = jax.jit(functools.partial(local, Shard(rule, UNASSIGNED)))
-    call = custom_partitioning(lambda *xs: jax.tree.map(_squeeze, whole(*xs), shapes))
-    text, sizes = _shardy_rule(squeezed_rule, operands)
-    sizes |= {"reduction_factors": tuple(rule.contracted)}
+    squeezed = rule._replace(results=words)
+
+    def squeezed_program(assignment: ShardAssignment) -> Callable[..., Any]:
+        run = program(assignment)
+        return lambda *xs: jax.tree.map(_squeeze, run(*xs), shapes)
+
+    call = custom_partitioning(squeezed_program(UNASSIGNED))
+    text, sizes = _shardy_rule(squeezed, operands)
     call.def_partition(
-        functools.partial(
-            _partition, name, squeezed_rule, rule, _traced_once(rule, local), shapes
-        ),
+        functools.partial(_partition, name, squeezed, squeezed_program),
         decode_shardings=False,  # Shardy's are not always NamedShardings of the mesh.
         sharding_rule=lambda *_: (text, sizes),
     )
@@ -153,9 +158,7 @@ mlir.register_lowering(
 mlir.register_lowering(_partitioned_p, _lower_for_tpus, platform="tpu")
 
 
-def _traced_once(
-    rule: ShardingRule, local: Callable[..., Any]
-) -> Callable[[ShardAssignment], Callable[..., Any]]:
+def _traced_once(rule: ShardingRule, local: Callable[..., Any]) -> Program:
     """What one device computes, by assignment.
 
     XLA partitions each call of an op on its own.  Calls with equal assignments, as in
@@ -166,8 +169,7 @@ def _traced_once(
     def program(assignment: ShardAssignment) -> Callable[..., Any]:
         key = tuple(tuple(sorted(field.items())) for field in assignment)
         if key not in programs:
-            shard = Shard(rule, assignment)
-            programs[key] = jax.jit(functools.partial(local, shard))
+            programs[key] = jax.jit(functools.partial(local, Shard(rule, assignment)))
         return programs[key]
 
     return program
@@ -223,7 +225,7 @@ def _shardy_rule(
         for side in sides
     )
     parts = {n: k for n, k in sizes.items() if n not in (UNSHARDED, *whole_axes)}
-    return text, parts
+    return text, {**parts, "reduction_factors": tuple(rule.contracted)}
 
 
 def _is_compound(factor: Factor) -> bool:
@@ -239,10 +241,8 @@ def _shardy_axis(factor: Factor, unsharded: Iterator[int]) -> str:
 
 def _partition(
     name: str,
-    squeezed_rule: ShardingRule,
     rule: ShardingRule,
-    local_of: Callable[[ShardAssignment], Callable[..., Any]],
-    shapes: Any,
+    program: Program,
     mesh: Mesh,
     operands: tuple[Any, ...],
     results: Any,
@@ -254,31 +254,20 @@ def _partition(
         shape = (first.sharding.num_devices,) * len(first.shape)
         mesh = Mesh(list(first.sharding.devices_indices_map(shape)), ("devices",))
     mesh, (operands, results) = factor_mesh_axes(mesh, (operands, results))
-    assignment = assign_mesh_axes(squeezed_rule, operands, results, mesh)
-    warn_misaligned_shards(name, squeezed_rule, operands, assignment)
+    assignment = assign_mesh_axes(rule, operands, results, mesh)
+    warn_misaligned_shards(name, rule, operands, assignment)
 
     def run(*operands: Any) -> Any:
         # The caller may compile in the context of another mesh.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            results = local_of(assignment)(*operands)
-            return jax.tree.map(_squeeze, results, shapes)
+            return program(assignment)(*operands)
 
-    def sharding(spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(mesh, spec)
+    def shardings(side: Any, scattered: Mapping[str, MeshAxes]) -> Any:
+        spec = functools.partial(_spec, assignment, scattered)
+        return jax.tree.map(lambda words: NamedSharding(mesh, spec(words)), side)
 
-    specs = _result_specs(squeezed_rule, assignment), _operand_specs(rule, assignment)
-    return mesh, run, *jax.tree.map(sharding, specs)
-
-
-def _operand_specs(rule: ShardingRule, assignment: ShardAssignment) -> Any:
-    """What shards the operands."""
-    return jax.tree.map(functools.partial(_spec, assignment, {}), rule.operands)
-
-
-def _result_specs(rule: ShardingRule, assignment: ShardAssignment) -> Any:
-    """What shards the results."""
-    scattered = assignment.reduce_scatter_axes
-    return jax.tree.map(functools.partial(_spec, assignment, scattered), rule.results)
+    of_results = shardings(rule.results, assignment.reduce_scatter_axes)
+    return mesh, run, of_results, shardings(rule.operands, {})
 
 
 def _spec(

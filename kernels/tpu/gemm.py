@@ -31,7 +31,7 @@ _MAX_ROWS, _MAX_COLUMNS = 1024, 2048  # of a tile
 _VMEM_OF_TILES = VMEM_LIMIT - 8 * 2**20  # bytes; the compiler needs some, too
 
 
-class Tiles(NamedTuple):
+class Tiling(NamedTuple):
     """How the product is divided among programs.
 
     Attributes:
@@ -72,11 +72,11 @@ def matmul(
     (batch, M, _), (size, N, _) = lhs.shape, rhs.shape
     codes = [_pad_axis(term.codes, 2, k) for term in (*lhs.terms, rhs.main)]
     out = jax.ShapeDtypeStruct((batch, M, N), stored_dtype(dtype))
-    tiles = choose_tiles(out, codes[0].shape[2] // k, k, len(lhs.terms))
-    row_scales = [_row_scales(term.scales, m, M, tiles) for term in lhs.terms]
+    tiling = choose_tiling(out, codes[0].shape[2] // k, k, len(lhs.terms))
+    row_scales = [_row_scales(term.scales, m, M, tiling) for term in lhs.terms]
     list_steps = list_all if lhs.residual is None else list_used
     # Columns first: matrices of lhs that share one of rhs read it once.
-    grid = pl.cdiv(N, tiles.columns), batch, pl.cdiv(M, tiles.rows), tiles.chunks
+    grid = pl.cdiv(N, tiling.columns), batch, pl.cdiv(M, tiling.rows), tiling.chunks
     kernel = functools.partial(_compute_tile, k)
     program: Callable[..., jax.Array] = pl.pallas_call(
         kernel if groups is None else functools.partial(_without_groups, kernel),
@@ -84,18 +84,18 @@ def matmul(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0 if groups is None else 1,
             grid=grid,
-            in_specs=_input_specs(tiles, k, len(lhs.terms)),
+            in_specs=_input_specs(tiling, k, len(lhs.terms)),
             out_specs=pl.BlockSpec(
-                (None, tiles.rows, tiles.columns), lambda j, b, i, *_: (b, i, j)
+                (None, tiling.rows, tiling.columns), lambda j, b, i, *_: (b, i, j)
             ),
-            scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((tiling.rows, tiling.columns), jnp.float32)],
         ),
         compiler_params=compiler_params(
             "parallel", "parallel", "parallel", "arbitrary"
         ),
         name="fbq_matmul",
     )
-    column_scales = _column_scales(rhs.scales, n, N, tiles)
+    column_scales = _column_scales(rhs.scales, n, N, tiling)
     steps = list_steps(*row_scales, multiple=GROUP)
     operands = steps, codes[:-1], codes[-1], column_scales
     if groups is None:
@@ -124,7 +124,7 @@ def tile_sides(rows: int, columns: int) -> tuple[int, int]:
     )
 
 
-def choose_tiles(out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int) -> Tiles:
+def choose_tiling(out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int) -> Tiling:
     """The largest tiles that fit into memory, beside the copies for the next program.
 
     Args:
@@ -141,26 +141,26 @@ def choose_tiles(out: jax.ShapeDtypeStruct, blocks: int, k: int, terms: int) -> 
     # Chunks of the same size leave no part of the last one empty.
     even = (n for n in range(chunks, 2 * chunks) if blocks % n == 0)
     chunks = next(even, chunks)
-    return Tiles(rows, columns, pl.cdiv(blocks, chunks), chunks)
+    return Tiling(rows, columns, pl.cdiv(blocks, chunks), chunks)
 
 
-def _row_scales(scales: jax.Array, m: int, M: int, tiles: Tiles) -> jax.Array:
+def _row_scales(scales: jax.Array, m: int, M: int, tiling: Tiling) -> jax.Array:
     """Scales of 128 rows ``[B, chunks, I, blocks]``, 0 beyond the operand."""
     scales = jnp.repeat(scales, m // ROWS, axis=1)[:, : pl.cdiv(M, ROWS)]
-    scales = _pad_axis(scales, 1, tiles.rows // ROWS)
-    return _in_chunks(scales, tiles).swapaxes(1, 2)
+    scales = _pad_axis(scales, 1, tiling.rows // ROWS)
+    return _in_chunks(scales, tiling).swapaxes(1, 2)
 
 
-def _column_scales(scales: jax.Array, n: int, N: int, tiles: Tiles) -> jax.Array:
+def _column_scales(scales: jax.Array, n: int, N: int, tiling: Tiling) -> jax.Array:
     """Scales of columns ``[B, chunks, blocks, N]``, 0 beyond the operand."""
     scales = jnp.repeat(scales, n, axis=1)[:, :N]
-    return jnp.moveaxis(_in_chunks(scales, tiles), 1, 3)
+    return jnp.moveaxis(_in_chunks(scales, tiling), 1, 3)
 
 
-def _in_chunks(scales: jax.Array, tiles: Tiles) -> jax.Array:
+def _in_chunks(scales: jax.Array, tiling: Tiling) -> jax.Array:
     """Splits ``[B, R, K/k]`` into ``[B, R, chunks, blocks]``."""
-    scales = _pad_axis(scales, 2, tiles.blocks * tiles.chunks)
-    return scales.reshape(*scales.shape[:2], tiles.chunks, tiles.blocks)
+    scales = _pad_axis(scales, 2, tiling.blocks * tiling.chunks)
+    return scales.reshape(*scales.shape[:2], tiling.chunks, tiling.blocks)
 
 
 def _pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -169,7 +169,7 @@ def _pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _input_specs(tiles: Tiles, k: int, terms: int) -> tuple[Any, ...]:
+def _input_specs(tiling: Tiling, k: int, terms: int) -> tuple[Any, ...]:
     """What a program reads of its steps, lhs, rhs and the scales of rhs."""
 
     def matrix(b: jax.Array, groups: tuple[Any, ...]) -> Any:
@@ -177,22 +177,22 @@ def _input_specs(tiles: Tiles, k: int, terms: int) -> tuple[Any, ...]:
         return groups[0][b] if groups else b
 
     def of_list(length: int) -> Any:
-        shape = None, None, tiles.rows // ROWS, length
+        shape = None, None, tiling.rows // ROWS, length
         return pl.BlockSpec(
             shape, lambda _, b, i, c, *__: (b, c, i, 0), memory_space=pltpu.SMEM
         )
 
-    length = Steps.length(terms * tiles.blocks, GROUP)
-    depth = tiles.blocks * k
-    lhs = pl.BlockSpec((None, tiles.rows, depth), lambda _, b, i, c, *__: (b, i, c))
+    length = Steps.length(terms * tiling.blocks, GROUP)
+    depth = tiling.blocks * k
+    lhs = pl.BlockSpec((None, tiling.rows, depth), lambda _, b, i, c, *__: (b, i, c))
     return (
         Steps(of_list(length), of_list(length), of_list(1)),
         [lhs] * terms,
         pl.BlockSpec(
-            (None, tiles.columns, depth), lambda j, b, _, c, *g: (matrix(b, g), j, c)
+            (None, tiling.columns, depth), lambda j, b, _, c, *g: (matrix(b, g), j, c)
         ),
         pl.BlockSpec(
-            (None, None, tiles.blocks, tiles.columns),
+            (None, None, tiling.blocks, tiling.columns),
             lambda j, b, _, c, *g: (matrix(b, g), c, 0, j),
         ),
     )

@@ -90,7 +90,7 @@ def quantize(
     r, c = layouts[0].block
     assert r is not None
     assert c is not None
-    plan = _Plan(
+    options = _Options(
         source.shape,
         (r, c),
         rowwise and rowwise.rounding,
@@ -98,9 +98,9 @@ def quantize(
         criterion,
     )
     factors = None
-    if plan.draws_noise:
-        factors = tiles.noise_factors(plan.shape, seeds, global_offset)
-    out = _run(plan, x, factors, theta)
+    if options.draws_noise:
+        factors = tiles.noise_factors(options.shape, seeds, global_offset)
+    out = _run(options, x, factors, theta)
     scales = out["scales"][..., 0]
     main = transposed = metric = None
     if rowwise is not None:
@@ -115,7 +115,7 @@ def quantize(
     return Layouts(main, transposed, metric, saved)
 
 
-class _Plan(NamedTuple):
+class _Options(NamedTuple):
     """What is static in a call.
 
     Attributes:
@@ -151,7 +151,7 @@ class _Plan(NamedTuple):
 
 
 def _run(
-    plan: _Plan,
+    options: _Options,
     x: jax.Array,
     factors: rounding.NoiseFactors | None,
     theta: jax.Array | None,
@@ -159,26 +159,26 @@ def _run(
     """Runs the kernel; values per block are ``[B, R/r, C/c, LANES]``, all lanes equal.
 
     Args:
-      plan: what is static.
+      options: what is static.
       x: ``[B, R, C]``.
       factors: the factors of the noise, or None without noise.
       theta: float32 ``[B]``, what the metric of a block that falls back exceeds, or 0
         if it is unset.
     """
-    (batch, R, C), (r, c) = plan.shape, plan.block
-    rows, columns = plan.blocks
-    width = plan.stripe * c
+    (batch, R, C), (r, c) = options.shape, options.block
+    rows, columns = options.blocks
+    width = options.stripe * c
     codes = jax.ShapeDtypeStruct((batch, R, C), jnp.int8)
     transposed = jax.ShapeDtypeStruct((batch, C, R), jnp.int8)
     per_block = jax.ShapeDtypeStruct((batch, rows, columns, LANES), jnp.float32)
     tile = pl.BlockSpec((None, r, width), lambda b, i, j: (b, i, j))
-    outputs = {"scales": (per_block, _block_spec(plan))}
-    if plan.rowwise:
+    outputs = {"scales": (per_block, _block_spec(options))}
+    if options.rowwise:
         outputs["codes"] = codes, tile
-    if plan.colwise:
+    if options.colwise:
         spec = pl.BlockSpec((None, width, r), lambda b, i, j: (b, j, i))
         outputs["transposed"] = transposed, spec
-    if plan.criterion:
+    if options.criterion:
         outputs["residual"] = codes, tile
         for name in ("metric", "residual_scales"):
             outputs[name] = outputs["scales"]
@@ -188,15 +188,15 @@ def _run(
         inputs["factors"] = factors
         of_row, of_column = tiles.vector_specs(r, width)
         specs["factors"] = rounding.NoiseFactors(of_row, of_column, of_row)
-    if plan.criterion:
+    if options.criterion:
         assert theta is not None
         inputs["limits"] = jnp.where(theta >= 0.0, theta, 0.0)
         specs["limits"] = pl.BlockSpec(memory_space=pltpu.SMEM)
-    vectors = pltpu.VMEM((plan.stripe, LANES), jnp.float32)
+    vectors = pltpu.VMEM((options.stripe, LANES), jnp.float32)
     result: dict[str, jax.Array] = pl.pallas_call(
-        functools.partial(_quantize_stripe, plan),
+        functools.partial(_quantize_stripe, options),
         out_shape={name: shape for name, (shape, _) in outputs.items()},
-        grid=(batch, rows, pl.cdiv(columns, plan.stripe)),
+        grid=(batch, rows, pl.cdiv(columns, options.stripe)),
         in_specs=[specs],
         out_specs={name: spec for name, (_, spec) in outputs.items()},
         scratch_shapes=[vectors] * 5,
@@ -206,13 +206,13 @@ def _run(
     return tiles.not_fused(result)
 
 
-def _block_spec(plan: _Plan) -> pl.BlockSpec:
-    shape = None, None, plan.stripe, LANES
+def _block_spec(options: _Options) -> pl.BlockSpec:
+    shape = None, None, options.stripe, LANES
     return pl.BlockSpec(shape, lambda b, i, j: (b, i, j, 0))
 
 
 def _quantize_stripe(
-    plan: _Plan,
+    options: _Options,
     inputs: Mapping[str, Any],
     out: Mapping[str, Any],
     per_block: Any,
@@ -224,18 +224,18 @@ def _quantize_stripe(
     """The kernel.
 
     Args:
-      plan: what is static.
+      options: what is static.
       inputs: references to the stripe of x, the factors of its noise, and the limits.
       out: references to the outputs.
       per_block: ``[blocks, LANES]``, memory for maxima and then for the inverses of the
         residual's scales.
-      scales: the same for scales.
-      inverses: the same for the inverses of scales.
-      errors: the same for ``sum |x - scale * codes|``.
-      totals: the same for ``sum |x|``.
+      scales: ``[blocks, LANES]``, memory for scales.
+      inverses: ``[blocks, LANES]``, memory for the inverses of scales.
+      errors: ``[blocks, LANES]``, memory for ``sum |x - scale * codes|``.
+      totals: ``[blocks, LANES]``, memory for ``sum |x|``.
     """
     matrix, row, column = (pl.program_id(axis) for axis in range(3))
-    stripe = _Stripe(plan, inputs["x"], row, column * plan.stripe)
+    stripe = _Stripe(options, inputs["x"], row, column * options.stripe)
 
     def find_largest(j: jax.Array, _: None) -> None:
         per_block[pl.ds(j, 1)] = _largest_of_lanes(stripe.values(j))
@@ -249,28 +249,30 @@ def _quantize_stripe(
         x, columns = stripe.values(j), stripe.columns(j)
         inverse = stripe.spread(inverses, j)
         codes = {}
-        if "nearest" in (plan.rowwise, plan.colwise):
+        if "nearest" in (options.rowwise, options.colwise):
             codes["nearest"] = reference.round_to_codes(x, inverse, None)
-        if plan.draws_noise:
+        if options.draws_noise:
             noise = tiles.load_noise(inputs["factors"], columns)
             codes["stochastic"] = reference.round_to_codes(x, inverse, noise)
-        if plan.rowwise:
-            out["codes"][:, columns] = tiles.to_int8(codes[plan.rowwise])
-        if plan.colwise:
-            out["transposed"][columns] = tiles.to_int8(codes[plan.colwise].T)
-        if plan.criterion:
+        if options.rowwise:
+            out["codes"][:, columns] = tiles.to_int8(codes[options.rowwise])
+        if options.colwise:
+            out["transposed"][columns] = tiles.to_int8(codes[options.colwise].T)
+        if options.criterion:
             rest = reference.residual_of(x, codes["nearest"], stripe.spread(scales, j))
             per_block[pl.ds(j, 1)] = _largest_of_lanes(rest)
-            if plan.criterion != "absmax":
+            if options.criterion != "absmax":
                 weight = reference.shrinkage(stripe.spread(scales, j))
                 errors[pl.ds(j, 1)] = _sums_of_lanes(rest * weight)
                 totals[pl.ds(j, 1)] = _sums_of_lanes(x * weight)
 
     stripe.for_each_block(store_codes)
-    if not plan.criterion:
+    if not options.criterion:
         return
     error, total = (_sum_lanes(sums) for sums in (errors, totals))
-    metric = reference.metric_of(plan.criterion, scales[...], error, total, amax=amax)
+    metric = reference.metric_of(
+        options.criterion, scales[...], error, total, amax=amax
+    )
     out["metric"][...] = metric
     falls_back = metric > inputs["limits"][matrix]
     largest = jnp.where(falls_back, _max_lanes(per_block), 0.0)
@@ -291,34 +293,34 @@ class _Stripe(NamedTuple):
     """The blocks of a stripe.
 
     Attributes:
-      plan: what is static.
+      options: what is static.
       x: a reference to the stripe of x.
       block_row: int32, the index of its row of blocks.
       first_block: int32, the index of its first block in that row.
     """
 
-    plan: _Plan
+    options: _Options
     x: Any
     block_row: jax.Array
     first_block: jax.Array
 
     def for_each_block(self, body: Callable[[jax.Array, None], None]) -> None:
         """Calls ``body(j, None)`` for each block."""
-        lax.fori_loop(0, self.plan.stripe, body, None)
+        lax.fori_loop(0, self.options.stripe, body, None)
 
     def columns(self, j: jax.Array) -> Any:
         """The columns of block ``j``, in the stripe."""
-        return tiles.aligned(j, self.plan.block[1])
+        return tiles.aligned(j, self.options.block[1])
 
     def values(self, j: jax.Array) -> jax.Array:
         """The values of block ``j`` in float32, 0 beyond the matrix."""
-        r, c = self.plan.block
+        r, c = self.options.block
         first = self.block_row * r, (self.first_block + j) * c
-        return tiles.load(self.x, self.columns(j), first, self.plan.shape[1:])
+        return tiles.load(self.x, self.columns(j), first, self.options.shape[1:])
 
     def spread(self, per_block: Any, j: jax.Array) -> jax.Array:
         """The value of block ``j``, once for each of its columns: ``[1, c]``."""
-        return jnp.tile(per_block[pl.ds(j, 1)], (1, self.plan.block[1] // LANES))
+        return jnp.tile(per_block[pl.ds(j, 1)], (1, self.options.block[1] // LANES))
 
 
 def _largest_of_lanes(x: jax.Array) -> jax.Array:

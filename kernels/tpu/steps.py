@@ -51,8 +51,8 @@ def list_used(scales: jax.Array, residual_scales: jax.Array, *, multiple: int) -
 
     Args:
       scales: float32 ``[B, C, I, J]``, the scales of the blocks of the first term.
-      residual_scales: the same of the residual, which is used where its scale is not 0;
-        a NaN is not 0.
+      residual_scales: float32 ``[B, C, I, J]``, the scales of the residual, which is
+        used where its scale is not 0; a NaN is not 0.
       multiple: the number of steps is a multiple of it.
     """
     used = jnp.stack([jnp.ones(scales.shape, bool), residual_scales != 0.0], -1)

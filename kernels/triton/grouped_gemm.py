@@ -60,7 +60,7 @@ def contract(
 
     Args:
       lhs: tiles ``[T, K, m]``, of one term, whose blocks have all of ``m``.
-      rhs: tiles ``[T, N, m]``, likewise.
+      rhs: tiles ``[T, N, m]``, of one term, whose blocks have all of ``m``.
       groups: int32 ``[T]``, each tile's group, in ascending order.
       size: G.
       dtype: the dtype of the output.

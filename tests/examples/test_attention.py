@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples.llama import attention
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 
 def pretend(monkeypatch, backend, capability):
@@ -56,47 +56,33 @@ def test_attend_uses_the_chosen_implementation(monkeypatch):
     assert attention.attend(q, q, q).shape == (1, 4, 16)
     pretend(monkeypatch, "gpu", "9.0")
     attention.attend(q, q, q, scale=2.0, window=3)
-    assert asked == [
-        {
-            "is_causal": True,
-            "implementation": implementation,
-            "scale": scale,
-            "local_window_size": window,
-        }
-        for implementation, scale, window in [
-            ("xla", None, None),
-            ("cudnn", 2.0, (2, 0)),
-        ]
-    ]
-
-
-def test_a_soft_cap_where_cudnn_would_run_is_a_warning(monkeypatch):
-    q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
-    attention.attend(q, q, q, softcap=5.0)
-    pretend(monkeypatch, "gpu", "9.0")
-    with pytest.warns(UserWarning, match="runs as XLA ops, .* has no soft cap"):
-        attention.attend(q, q, q, softcap=5.0)
+    first = {"is_causal": True, "implementation": "xla", "scale": None}
+    first["local_window_size"] = None
+    second = {"implementation": "cudnn", "scale": 2.0, "local_window_size": (2, 0)}
+    assert asked == [first, first | second]
 
 
 @pytest.mark.parametrize(
-    ("shape", "named"),
-    [
-        ((1, 4, 2, 256), "got 256 channels and 4 tokens"),
-        pytest.param(
-            *((1, 3, 2, 64), "got 64 channels and 3 tokens"),
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
+    ("shape", "softcap", "named"),
+    rows_with_first_fast(
+        [
+            ((1, 4, 2, 8), 5.0, "has no soft cap"),
+            ((1, 4, 2, 256), None, "got 256 channels and 4 tokens"),
+            ((1, 3, 2, 64), None, "got 64 channels and 3 tokens"),
+        ],
+        fast=2,
+    ),
 )
-def test_shapes_that_cudnn_lacks_are_a_warning(monkeypatch, shape, named):
+def test_what_cudnn_lacks_is_a_warning(monkeypatch, shape, softcap, named):
     q = jnp.ones(shape, jnp.bfloat16)
-    attention.attend(q, q, q)
+    attend = functools.partial(attention.attend, softcap=softcap)
+    attend(q, q, q)
     pretend(monkeypatch, "gpu", "9.0")
     with pytest.warns(UserWarning, match=f"runs as XLA ops, .* {named}"):
-        attention.attend(q, q, q)
-    attention.attend(q[:, :1], q[:, :1], q[:, :1])  # as when parameters are traced
+        attend(q, q, q)
+    attend(q[:, :1], q[:, :1], q[:, :1])  # as when parameters are traced
     q = q.astype(jnp.float32)
-    attention.attend(q, q, q)  # cuDNN has no float32
+    attend(q, q, q)  # cuDNN has no float32
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 40])

@@ -78,31 +78,35 @@ def test_few_files_hold_out_their_tail(tmp_path):
     text = corpus.train.tobytes() + corpus.val.tobytes()
     assert text.count(b"document") == 19
     assert len(corpus.val) == len(text) // 20
+    # So does a single file, of any bytes.
+    file, content = tmp_path / "any.bytes", bytes(range(256)) * 5
+    file.write_bytes(content)
+    corpus = load_corpus(file)
+    assert corpus.train.tobytes() == content[:1216]
+    assert corpus.val.tobytes() == content[1216:]
 
 
 def test_folder_skips_hidden_and_binary_files(tmp_path):
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "index").write_text("hidden")
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
-    (tmp_path / "a.txt").write_text("0123456789" * 4)
-    corpus = load_corpus(tmp_path)
+    folder = tmp_path / "texts.bin"  # is no token ids, as it is a folder
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "index").write_text("hidden")
+    (folder / "image.png").write_bytes(b"\x89PNG\xff")
+    (folder / "a.txt").write_text("0123456789" * 4)
+    assert not is_token_ids(folder)
+    corpus = load_corpus(folder)
     assert corpus.train.tobytes() + corpus.val.tobytes() == b"0123456789" * 4
 
 
-def test_single_file_holds_out_its_tail(tmp_path):
-    file = tmp_path / "any.bytes"
-    file.write_bytes(bytes(range(256)) * 5)
-    corpus = load_corpus(file)
-    assert corpus.train.tobytes() == (bytes(range(256)) * 5)[:1216]
-    assert corpus.val.tobytes() == (bytes(range(256)) * 5)[1216:]
-
-
-def test_bin_holds_uint16_token_ids(tmp_path):
-    np.arange(1000, 1100, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    corpus = load_corpus(tmp_path / "ids.bin")
+def test_bins_hold_uint16_token_ids(tmp_path):
+    np.arange(1000, 1100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    corpus = load_corpus(tmp_path / "train.bin")
     assert corpus.train.tolist() == list(range(1000, 1095))
     assert corpus.val.tolist() == list(range(1095, 1100))
     assert corpus.vocab_size == 1100
+    np.array([7, 1300], np.uint16).tofile(tmp_path / "val.bin")
+    corpus = load_corpus(tmp_path)
+    assert (len(corpus.train), corpus.val.tolist()) == (100, [7, 1300])
+    assert corpus.vocab_size == 1301
 
 
 @pytest.mark.parametrize("path", [".", "train.bin"])
@@ -113,14 +117,6 @@ def test_a_tokenizer_beside_token_ids_sets_the_vocabulary(tmp_path, path):
     tokenizer = word_tokenizer()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_corpus(tmp_path / path).vocab_size == tokenizer.get_vocab_size() > 3
-
-
-def test_folder_of_bins_keeps_its_split(tmp_path):
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    np.array([7, 300], np.uint16).tofile(tmp_path / "val.bin")
-    corpus = load_corpus(tmp_path)
-    assert (len(corpus.train), corpus.val.tolist()) == (100, [7, 300])
-    assert corpus.vocab_size == 301
 
 
 @pytest.mark.parametrize(
@@ -204,14 +200,6 @@ def test_batch_is_a_function_of_seed_and_step():
         np.testing.assert_array_equal(again[step], in_order[step])
     other = batches(corpus, "train", seq=8, batch=4, seed=2)
     assert not np.array_equal(other[0], in_order[0])
-
-
-def test_a_folder_named_bin_is_text(tmp_path):
-    folder = tmp_path / "texts.bin"
-    folder.mkdir()
-    (folder / "a.txt").write_text("text " * 100)
-    assert not is_token_ids(folder)
-    assert load_corpus(folder).vocab_size == 256
 
 
 def test_a_signal_between_items_is_not_lost():

@@ -1,5 +1,6 @@
 """Model FLOPs and the peaks of devices."""
 
+import dataclasses
 import types
 
 import flax.traverse_util
@@ -44,3 +45,12 @@ def test_peak_by_the_name_of_the_device(monkeypatch, kind, peak):
     device = types.SimpleNamespace(device_kind=kind)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert flops.peak() == peak
+
+
+def test_a_window_lowers_the_flops_of_attention():
+    config = small_config(num_layers=2)
+    heads = config.num_heads * config.head_dim
+    linear = flops.per_token(config, 0)
+    window = dataclasses.replace(config, sliding_window=4, sliding_layers=(1,))
+    # Of 8 keys a query sees 4 on average. With the window, half of the queries see 2.
+    assert flops.per_token(window, 8) - linear == 12 * heads * (4 + 3)

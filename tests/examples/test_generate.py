@@ -16,7 +16,7 @@ import safetensors.numpy
 import tokenizers
 
 import fbq_jax
-from examples.llama import generate, hf, train, trained
+from examples.llama import build, generate, hf, train
 from examples.llama.config import ConfigError
 from examples.llama.generate import Sampling, sample
 from examples.llama.model import Llama, empty_cache
@@ -138,35 +138,33 @@ def chat(tmp_path):
     return folder
 
 
-def codec(folder):
-    tokenizer = hf.load_tokenizer(folder)
-    assert tokenizer is not None
-    return TokenizerOf(folder)
-
-
 def test_a_prompt_is_not_ended(chat):
-    assert codec(chat).encode("one two") == [0, 4, 5]
-    assert codec(chat).decode([4, 5, 1]) == "one two"
+    codec = TokenizerOf(chat)
+    assert codec.encode("one two") == [0, 4, 5]
+    assert codec.decode([4, 5, 1]) == "one two"
+    for encode in codec.encode, codec.encode_chat:
+        with pytest.raises(ConfigError, match=r"prompt is not UTF-8 \(.* byte 0xff in"):
+            encode("one \udcff")
 
 
 def test_stop_tokens_are_those_of_generation_then_of_the_model(chat):
-    assert codec(chat).stops == {1}
+    assert TokenizerOf(chat).stops == {1}
     config = json.loads((chat / "config.json").read_text())
     (chat / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
-    assert codec(chat).stops == {5}
+    assert TokenizerOf(chat).stops == {5}
     generation = chat / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": [1, 7]}))
-    assert codec(chat).stops == {1, 7}
+    assert TokenizerOf(chat).stops == {1, 7}
     generation.write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(hf.CheckpointError, match="eos_token_id takes a token or a"):
-        codec(chat)
+        TokenizerOf(chat)
 
 
 @pytest.mark.parametrize("where", ["jinja", "config", "names", "json"])
 def test_chat_templates_are_found(chat, where):
     pytest.importorskip("jinja2", reason="fills in templates")
     with pytest.raises(ChatError, match="has no chat template: leave --chat out"):
-        codec(chat).encode_chat("two")
+        TokenizerOf(chat).encode_chat("two")
     config = json.loads((chat / "tokenizer_config.json").read_text())
     named = [{"name": "default", "template": TEMPLATE}]
     if where == "jinja":
@@ -177,21 +175,17 @@ def test_chat_templates_are_found(chat, where):
     else:
         config["chat_template"] = TEMPLATE if where == "config" else named
     (chat / "tokenizer_config.json").write_text(json.dumps(config))
-    assert codec(chat).encode_chat("two") == [0, 2, 5, 1, 3]
+    assert TokenizerOf(chat).encode_chat("two") == [0, 2, 5, 1, 3]
 
 
-def test_templates_that_refuse_are_an_error(chat):
+def test_templates_that_cannot_be_filled_in_are_an_error(chat, monkeypatch):
     pytest.importorskip("jinja2", reason="fills in templates")
     (chat / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
     with pytest.raises(ChatError, match="cannot be filled in: no system"):
-        codec(chat).encode_chat("two")
-
-
-def test_a_missing_package_is_named(chat, monkeypatch):
-    (chat / "chat_template.jinja").write_text(TEMPLATE)
+        TokenizerOf(chat).encode_chat("two")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ChatError, match=r"pip install 'fbq-jax\[examples\]'"):
-        codec(chat).encode_chat("two")
+        TokenizerOf(chat).encode_chat("two")
 
 
 def test_bytes_are_text_and_have_no_chat():
@@ -202,18 +196,12 @@ def test_bytes_are_text_and_have_no_chat():
         Bytes().encode_chat("a")
 
 
-def test_a_tokenizer_takes_no_bytes_that_are_no_characters(chat):
-    for encode in codec(chat).encode, codec(chat).encode_chat:
-        with pytest.raises(ConfigError, match=r"prompt is not UTF-8 \(.* byte 0xff in"):
-            encode("one \udcff")
-
-
 @pytest.mark.parametrize("prompt", [b"a\xff\xfe", b"a\xc3", "a\ufffd".encode()])
 @pytest.mark.parametrize("is_typed", [True, False])
 def test_a_model_of_bytes_continues_any_bytes(capsys, monkeypatch, prompt, is_typed):
     model = Llama(small_config(vocab_size=256))
-    found = trained.Trained(model, {}, Bytes(), "no weights")
-    monkeypatch.setattr(trained, "load", lambda *_: found)
+    found = build.Trained(model, {}, Bytes(), "no weights")
+    monkeypatch.setattr(build, "load", lambda *_: found)
 
     def generator(*_, **__):
         return lambda *_: iter(b"\xa9b")
@@ -252,7 +240,7 @@ def test_a_checkpoint_generates(chat, capsys, monkeypatch):
         if tokens[-1] == 1:
             break
     # The words are separated by spaces, also after the prompt.
-    assert out == f"{codec(chat).decode(tokens)}\n"
+    assert out == f"{TokenizerOf(chat).decode(tokens)}\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one two")))
     assert run(capsys, chat, *greedy)[1] == out
 
@@ -283,26 +271,21 @@ def test_what_cannot_generate_is_named(chat, tmp_path, capsys):
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_run_generates_with_codes_and_with_floats(tmp_path, text, capsys):
-    folder = tmp_path / "run"
     sizes = "--hidden 64 --ffn 128 --layers 1 --heads 2 --kv-heads 1 --seq 32 --batch 2"
-    argv = f"--data {text} --out {folder} --steps 2 {sizes}".split()
+    argv = f"--data {text} --steps 2 {sizes}".split()
+    folder, bf16 = tmp_path / "run", tmp_path / "bf16"
     with jax.numpy_dtype_promotion("standard"):
-        assert train.main(argv) == 0
+        assert train.main([*argv, f"--out={folder}"]) == 0
+        assert train.main([*argv, f"--out={bf16}", "--recipe=bf16"]) == 0
         capsys.readouterr()
-        for weights, named in (
-            ("codes", "INT8 codes (fallback)"),
-            ("floats", "bfloat"),
-        ):
-            status, out, report = run(
-                capsys, folder, "--prompt", "1 and", "--weights", weights
-            )
+        for weights, named in ("codes", "INT8 codes (fallback)"), ("floats", "bfloat"):
+            asked = ("--prompt", "1 and", "--weights", weights)
+            status, out, report = run(capsys, folder, *asked)
             assert status == 0, report
             assert out.startswith("1 and")
             assert report.startswith(named)
             assert "stopped at the model's longest sequence, 32 tokens" in report
-        argv[3], folder = str(tmp_path / "bf16"), tmp_path / "bf16"
-        assert train.main([*argv, "--recipe=bf16"]) == 0
-    status, _, error = run(capsys, folder, "--prompt", "1", "--weights", "codes")
+    status, _, error = run(capsys, bf16, "--prompt", "1", "--weights", "codes")
     assert (status, "codes take an INT8 recipe" in error) == (1, True)
 
 

@@ -16,7 +16,7 @@ from examples.llama import hf
 from examples.llama.hf.config_json import to_json
 from examples.llama.hf.families import FAMILIES
 from examples.llama.model import Llama
-from examples.llama.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from examples.llama.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from examples.llama.text import byte_tokenizer
 from fbq_jax.export import ExportError
 from tests.examples.small import small_config
@@ -156,24 +156,22 @@ def test_codes_read_by_gguf_are_those_of_freeze(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_without_a_tokenizer_the_file_has_none(tmp_path):
-    model, variables = trained(saved_bits=10)
-    hf.export(tmp_path / "gguf", "gguf", model, variables)
-    stored = entries(gguf.GGUFReader(tmp_path / "gguf" / FILE))
-    assert stored["tokenizer.ggml.model"] == "no_vocab"
-    assert "tokenizer.ggml.tokens" not in stored
-
-
-@pytest.mark.exhaustive
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing_and_a_file_needs_no_tokenizer(
+    tmp_path, monkeypatch
+):
     def fill_disk(*_):
         raise OSError("disk full")
 
     model, variables = trained(saved_bits=10)
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", fill_disk)
-    with pytest.raises(OSError, match="gguf cannot be written: disk full"):
-        hf.export(tmp_path / "gguf", "gguf", model, variables)
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_tensors_to_file", fill_disk)
+        with pytest.raises(OSError, match="gguf cannot be written: disk full"):
+            hf.export(tmp_path / "gguf", "gguf", model, variables)
     assert list(tmp_path.iterdir()) == []
+    hf.export(tmp_path / "gguf", "gguf", model, variables)
+    stored = entries(gguf.GGUFReader(tmp_path / "gguf" / FILE))
+    assert stored["tokenizer.ggml.model"] == "no_vocab"
+    assert "tokenizer.ggml.tokens" not in stored
 
 
 SLIDING_GEMMA = GEMMA | {"attn_softcap": 5.0, "logit_softcap": 9.0}

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.llama import hf
-from examples.llama.rotary import rotary_tables
 from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
 
 FAMILIES = tuple(name.lower() for name in CONFIGS)
@@ -114,7 +113,7 @@ def test_any_config_is_an_error_or_the_model_that_it_describes(
     assert config.norm_eps > 0
     assert math.isfinite(config.norm_eps)
     assert np.float32(config.norm_eps) > 0
-    tables = rotary_tables(config, 8)
+    tables = config.rotary_tables(8)
     assert all(np.isfinite(table).all() for table in tables)
     if config.num_kv_heads == 2:  # else the columns of QKV have another order
         jax.tree.map(np.testing.assert_array_equal, loaded, params)

@@ -17,11 +17,11 @@ import safetensors.numpy
 
 import fbq_jax
 from examples.llama import hf, train
+from examples.llama.build import load as load_trained
 from examples.llama.hf import files, quantized
 from examples.llama.hf.config_json import to_json
 from examples.llama.hf.families import FAMILIES
 from examples.llama.model import Llama
-from examples.llama.trained import load as load_trained
 from fbq_jax.export import ExportError
 from tests.examples.small import small_config
 from tests.fbq_jax.linen.test_freezing import as_trained

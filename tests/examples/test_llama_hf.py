@@ -17,10 +17,10 @@ from examples.llama import hf
 from examples.llama.hf.files import WEIGHTS
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.rope_scaling import Llama3Scaling
+from examples.llama.rotary import Llama3Scaling
 from tests.examples import make_hf_fixture
 from tests.examples.small import small_config
-from tests.marks import rows_with_first_fast, with_first_fast
+from tests.marks import with_first_fast
 
 FAMILIES = [name.lower() for name in make_hf_fixture.CONFIGS]
 FIXTURE = make_hf_fixture.FIXTURE
@@ -53,10 +53,10 @@ def edit_config(folder, **changes):
     file.write_text(json.dumps(stored))
 
 
-def edit_tensors(folder, edit):
-    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+def edit_tensors(folder, edit, file="model.safetensors"):
+    tensors = safetensors.numpy.load_file(folder / file)
     edit(tensors)
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    safetensors.numpy.save_file(tensors, folder / file)
     return tensors
 
 
@@ -79,41 +79,6 @@ def test_logits_match_pytorch(family):
     reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
     logits = logits_of(FIXTURE / family, reference["tokens"])
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    rows_with_first_fast(
-        [
-            ("llama", {"rope_scaling": None}),
-            ("llama", {"rope_theta": 510.0}),
-            ("qwen2", {"rope_theta": 510.0}),
-            ("qwen2", {"norm_eps": 1e-5}),
-            ("mistral", {"sliding_window": 6}),
-            ("qwen3", {"sliding_layers": None}),
-            ("qwen3", {"rope_scaling": None}),
-            ("smollm3", {"nope_layers": ()}),
-            ("gemma2", {"sliding_layers": (1,)}),
-            ("gemma2", {"attn_softcap": None}),
-            ("gemma2", {"logit_softcap": None}),
-            ("gemma2", {"query_pre_attn_scalar": None}),
-            ("gemma2", {"activation": "silu"}),
-            ("gemma2", {"unit_offset_norms": False}),
-            ("gemma2", {"embed_scale": 1.0}),
-            ("gemma3", {"local_rope_theta": None}),
-            ("gemma3", {"rope_scaling": None}),
-            ("phi3", {"sliding_window": None}),
-            ("mixtral", {"sliding_window": None}),
-            ("mixtral", {"top_k": 3}),
-            ("qwen3moe", {"renormalize": False}),
-        ],
-        fast=4,
-    ),
-)
-def test_reference_logits_tell_configurations_apart(family, changes):
-    reference = safetensors.numpy.load_file(FIXTURE / family / "reference.safetensors")
-    logits = logits_of(FIXTURE / family, reference["tokens"], **changes)
-    assert np.max(np.abs(logits - reference["logits"])) > 1e-3
 
 
 def test_loads_configuration_and_float32_parameters():
@@ -154,8 +119,10 @@ def test_reads_the_keys_of_older_transformers(checkpoint):
     assert_equal_checkpoints(hf.load(checkpoint), before)
 
 
-def test_reads_shards(checkpoint):
+def test_reads_shards_and_ignores_stored_rotary_frequencies(checkpoint):
     before = hf.load(checkpoint)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: np.ones(4)}))
     shard(checkpoint)
     assert_equal_checkpoints(hf.load(checkpoint), before)
 
@@ -172,34 +139,23 @@ def test_reads_16_bit_weights_exactly(checkpoint, dtype):
     np.testing.assert_array_equal(kernel, stored.T.astype(np.float32))
 
 
-def test_ignores_stored_rotary_frequencies(checkpoint):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    before = hf.load(checkpoint)
-    edit_tensors(checkpoint, lambda tensors: tensors.update({name: np.ones(4)}))
-    assert_equal_checkpoints(hf.load(checkpoint), before)
-
-
-@pytest.mark.parametrize("family", with_first_fast(FAMILIES, 3))
+@pytest.mark.parametrize(
+    "family", with_first_fast(["phi3", *(f for f in FAMILIES if f != "phi3")], 3)
+)
 def test_round_trip_is_bit_exact(tmp_path, family):
-    before = hf.load(FIXTURE / family)
-    hf.save(tmp_path / "new" / "folder", *before, like=FIXTURE / family)
-    assert_equal_checkpoints(hf.load(tmp_path / "new" / "folder"), before)
+    before, out = hf.load(FIXTURE / family), tmp_path / "new" / "folder"
+    hf.save(out, *before, like=FIXTURE / family)
     original, written = (
         safetensors.numpy.load_file(folder / "model.safetensors")
-        for folder in (FIXTURE / family, tmp_path / "new" / "folder")
+        for folder in (FIXTURE / family, out)
     )
     assert original.keys() == written.keys()
     jax.tree.map(np.testing.assert_array_equal, original, written)
-
-
-@pytest.mark.parametrize(
-    "family", with_first_fast(["phi3", *(f for f in FAMILIES if f != "phi3")])
-)
-def test_save_finds_the_family_of_a_model(tmp_path, family):
-    before = hf.load(FIXTURE / family)
-    hf.save(tmp_path / "new", *before)
-    assert_equal_checkpoints(hf.load(tmp_path / "new"), before)
-    stored = json.loads((tmp_path / "new" / "config.json").read_text())
+    # Without a source, it finds the family of the model.
+    hf.save(tmp_path / "found", *before)
+    for folder in out, tmp_path / "found":
+        assert_equal_checkpoints(hf.load(folder), before)
+    stored = json.loads((tmp_path / "found" / "config.json").read_text())
     original = json.loads((FIXTURE / family / "config.json").read_text())
     # A Phi-3 is a Mistral whose tensors are joined.
     expected = "mistral" if family == "phi3" else original["model_type"]
@@ -257,14 +213,10 @@ def test_saves_jax_arrays_and_head_dim_and_no_leftovers(tmp_path):
     hf.save(tmp_path / "out", config, params)
     assert_equal_checkpoints(hf.load(tmp_path / "out"), (config, params))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_save_overwrites_nothing(checkpoint):
-    before = (checkpoint / "config.json").read_bytes()
-    config, params = hf.load(checkpoint)
-    with pytest.raises(FileExistsError, match="checkpoint already exists"):
-        hf.save(checkpoint, config, params)
-    assert (checkpoint / "config.json").read_bytes() == before
+    before = (tmp_path / "out" / "config.json").read_bytes()
+    with pytest.raises(FileExistsError, match="out already exists"):
+        hf.save(tmp_path / "out", small_config(), params)
+    assert (tmp_path / "out" / "config.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("kind", [OSError, safetensors.SafetensorError])
@@ -278,31 +230,27 @@ def test_failed_save_leaves_nothing(tmp_path, monkeypatch, kind):
     assert list(tmp_path.iterdir()) == []
 
 
+NORM = r"params: norm/scale takes float32 \(32,\), got "
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda p: p.pop("norm"), "params lacks norm/scale"),
-        (lambda p: p.update(head=np.ones(3)), "params has the unexpected head"),
-        (
-            lambda p: p["norm"].update(scale=np.ones(3, np.float32)),
-            r"params: norm/scale takes float32 \(32,\), got float32 \(3,\)",
-        ),
-        (
-            lambda p: p["norm"].update(scale=np.ones(32)),
-            r"params: norm/scale takes float32 \(32,\), got float64",
-        ),
+        ({"norm": None}, "params lacks norm/scale"),
+        ({"head": np.ones(3)}, "params has the unexpected head"),
+        ({"norm": {"scale": np.ones(3, np.float32)}}, NORM + r"float32 \(3,\)"),
+        ({"norm": {"scale": np.ones(32)}}, NORM + "float64"),
     ],
 )
 def test_save_checks_the_parameters(tmp_path, spoil, message):
     config, params = hf.load(FIXTURE / "llama")
-    spoil(params)
+    params = {name: x for name, x in (params | spoil).items() if x is not None}
     with pytest.raises(hf.CheckpointError, match=message):
         hf.save(tmp_path / "out", config, params)
 
 
 OF_LLAMA = [
     ({"model_type": "gpt2"}, "model_type is 'gpt2', supported: llama, qwen2, mi"),
-    ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
     ({"model_type": ...}, "model_type is None"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"attention_bias": True}, "attention_bias is True"),
@@ -326,19 +274,8 @@ OF_LLAMA = [
         {"rope_parameters": {"full_attention": {}}},
         "rope_parameters takes one rotation for all layers of a llama",
     ),
-    (
-        {"rope_parameters": {"rope_type": "llama3"}},
-        "factor takes a number from 1 to",
-    ),
     ({"layer_types": ["sliding_attention"]}, "layer_types takes 'full_attention'"),
     ({"layer_types": 5}, "layer_types takes 'full_attention' for each of the 2"),
-    ({"num_key_value_heads": 0}, "num_kv_heads takes an integer from 1 to"),
-    ({"rms_norm_eps": float("nan")}, "norm_eps takes a number from .*, got nan"),
-    ({"rms_norm_eps": -1e-6}, "norm_eps takes a number from .*, got -1e-06"),
-    (
-        {"rope_theta": 0.5, "rope_parameters": None},
-        "rope_theta takes a number from 1",
-    ),
     ({"rope_parameters": "linear"}, "rope_parameters takes an object, got 'lin"),
     (
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -405,15 +342,10 @@ def test_a_shared_table_may_be_stored_twice(checkpoint):
             {**TOP, "partial_rotary_factor": 0.75},
             "partial_rotary_factor is 0.75",
         ),
-        ("phi3", {"sliding_window": 0}, "sliding_window takes an integer from 1"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
-        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu'"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts takes an integer"),
         ("mixtral", {"num_local_experts": 10**6}, "asks for 1000000 experts, the che"),
         ("mixtral", {"num_local_experts": 6}, "lacks .*experts.5.w1.weight and 5 more"),
-        ("mixtral", {"num_experts_per_tok": 6}, r"at most num_experts \(5\), got 6"),
-        ("mixtral", {"num_experts_per_tok": 1}, "renormalize takes False with a top_k"),
-        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef takes a numb"),
         ("qwen3moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], supported"),
         ("qwen3moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, supported"),
         ("qwen3moe", {"moe_intermediate_size": 13}, "has shape .*asks for"),
@@ -541,28 +473,20 @@ def test_shards_lie_in_the_folder_of_the_checkpoint(checkpoint, name):
         hf.load(checkpoint)
 
 
-def rewrite(file, **changes):
-    tensors = safetensors.numpy.load_file(file)
-    safetensors.numpy.save_file(tensors | changes, file)
-
-
 @pytest.mark.parametrize("stale", [1, 2])
 def test_the_index_chooses_between_two_shards(checkpoint, stale):
     _, expected = hf.load(checkpoint)
     shard(checkpoint)
     index = checkpoint / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
-    shards = [checkpoint / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    name = next(t for t, file in weight_map.items() if file != shards[stale - 1].name)
-    tensors = safetensors.numpy.load_file(checkpoint / weight_map[name])
-    rewrite(shards[stale - 1], **{name: tensors[name] + 1})
+    other = f"model-0000{stale}-of-00002.safetensors"
+    name = next(tensor for tensor, file in weight_map.items() if file != other)
+    holder = weight_map[name]
+    value = safetensors.numpy.load_file(checkpoint / holder)[name]
+    edit_tensors(checkpoint, lambda held: held.update({name: value + 1}), other)
     jax.tree.map(np.testing.assert_array_equal, hf.load(checkpoint)[1], expected)
-
     # The shard that the index names must hold the tensor.
-    holder = checkpoint / weight_map[name]
-    tensors = safetensors.numpy.load_file(holder)
-    del tensors[name]
-    safetensors.numpy.save_file(tensors, holder)
+    edit_tensors(checkpoint, lambda held: held.pop(name), holder)
     with pytest.raises(hf.CheckpointError, match=rf"{holder} lacks {name}"):
         hf.load(checkpoint)
 
@@ -576,71 +500,33 @@ def test_tokenizer_is_optional(tmp_path):
     assert tokenizer.encode("b").ids == [1]
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+# Each family as it is, and with other settings; 16 bits are stored in shards.
+LIVE = [(family, {}, "bfloat16") for family in make_hf_fixture.CONFIGS] + [
+    ("Llama", {}, "float32"),
+    ("Llama", {"head_dim": 12}, "bfloat16"),
+    ("Llama", {"tie_word_embeddings": True, "rope_parameters": None}, "float16"),
+    ("Qwen2", {"tie_word_embeddings": False, "head_dim": 4}, "float32"),
+    ("Qwen2", SLIDING | {"max_window_layers": 1}, "float32"),
+    ("Mistral", {"rope_parameters": make_hf_fixture.YARN_ROPE}, "bfloat16"),
+    ("Qwen3", {"use_sliding_window": False}, "bfloat16"),
+    ("Qwen3", {"tie_word_embeddings": True, "head_dim": 6}, "float32"),
+    ("SmolLM3", {"tie_word_embeddings": False}, "bfloat16"),
+    ("SmolLM3", SLIDING, "float32"),
+    ("Gemma2", {"attn_logit_softcapping": None}, "float32"),
+    ("Gemma3", {"final_logit_softcapping": None, "layer_types": None}, "float32"),
+    ("Phi3", {"num_key_value_heads": 4, "sliding_window": None}, "float32"),
+    ("Mixtral", {"sliding_window": None, "num_experts_per_tok": 4}, "float32"),
+    ("Mixtral", {"head_dim": 6}, "float32"),
+    ("Qwen3Moe", SLIDING | {"norm_topk_prob": False}, "float32"),
+    ("Qwen3Moe", {"num_experts": 12, "tie_word_embeddings": True}, "float32"),
+]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("family", "changes", "dtype", "shards"),
-    [
-        ("Llama", {}, "float32", "5GB"),
-        ("Llama", {"head_dim": 12}, "bfloat16", "20KB"),
-        (
-            "Llama",
-            {"tie_word_embeddings": True, "rope_parameters": None},
-            "float16",
-            "20KB",
-        ),
-        ("Qwen2", {}, "bfloat16", "20KB"),
-        ("Qwen2", {"tie_word_embeddings": False, "head_dim": 4}, "float32", "5GB"),
-        (
-            "Qwen2",
-            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-            "float32",
-            "5GB",
-        ),
-        ("Mistral", {"rope_parameters": make_hf_fixture.YARN_ROPE}, "bfloat16", "20KB"),
-        ("Qwen3", {"use_sliding_window": False}, "bfloat16", "20KB"),
-        ("Qwen3", {"tie_word_embeddings": True, "head_dim": 6}, "float32", "5GB"),
-        ("SmolLM3", {"tie_word_embeddings": False}, "bfloat16", "20KB"),
-        (
-            "SmolLM3",
-            {"use_sliding_window": True, "sliding_window": 5},
-            "float32",
-            "5GB",
-        ),
-        ("Gemma2", {}, "bfloat16", "20KB"),
-        ("Gemma2", {"attn_logit_softcapping": None}, "float32", "5GB"),
-        ("Gemma3", {}, "bfloat16", "20KB"),
-        (
-            "Gemma3",
-            {"final_logit_softcapping": None, "layer_types": None},
-            "float32",
-            "5GB",
-        ),
-        ("Phi3", {}, "bfloat16", "20KB"),
-        ("Phi3", {"num_key_value_heads": 4, "sliding_window": None}, "float32", "5GB"),
-        ("Mixtral", {}, "bfloat16", "20KB"),
-        (
-            "Mixtral",
-            {"sliding_window": None, "num_experts_per_tok": 4, "head_dim": 6},
-            "float32",
-            "5GB",
-        ),
-        ("Qwen3Moe", {}, "bfloat16", "20KB"),
-        (
-            "Qwen3Moe",
-            {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 5},
-            "float32",
-            "5GB",
-        ),
-        (
-            "Qwen3Moe",
-            {"num_experts": 12, "tie_word_embeddings": True},
-            "float32",
-            "5GB",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes", "dtype"), LIVE)
 @pytest.mark.exhaustive  # test_logits_match_pytorch has stored logits of each family
-def test_live_pytorch_model(tmp_path, family, changes, dtype, shards):
+def test_live_pytorch_model(tmp_path, family, changes, dtype):
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     transformers = pytest.importorskip("transformers", reason="compares with it")
     config = make_hf_fixture.CONFIGS[family] | changes
@@ -648,6 +534,7 @@ def test_live_pytorch_model(tmp_path, family, changes, dtype, shards):
     # Only the weights: model.to would also round the rotary frequencies.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
+    shards = "5GB" if dtype == "float32" else "20KB"
     model.save_pretrained(tmp_path / "a", max_shard_size=shards)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32)

@@ -14,8 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import fbq_jax
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.rope_scaling import Llama3Scaling
-from examples.llama.rotary import rotary_tables, rotate
+from examples.llama.rotary import Llama3Scaling, rotate
 from tests.examples.small import small_config
 from tests.fbq_jax.bench.tools import float_backward
 from tests.marks import rows_with_first_fast, with_first_fast
@@ -139,7 +138,7 @@ def test_grouped_queries_equal_repeated_key_and_value_heads():
 def test_rotated_products_depend_on_the_distance_only(scaling):
     config = dataclasses.replace(CONFIG, rope_scaling=scaling)
     q, k = np.random.default_rng(1).standard_normal((2, 1, 1, 1, 8), np.float32)
-    tables = rotary_tables(config, 12)
+    tables = config.rotary_tables(12)
     turned_q = rotate(jnp.broadcast_to(q, (1, 12, 1, 8)), tables)[0, :, 0]
     turned_k = rotate(jnp.broadcast_to(k, (1, 12, 1, 8)), tables)[0, :, 0]
     products = turned_q @ turned_k.T
@@ -149,7 +148,7 @@ def test_rotated_products_depend_on_the_distance_only(scaling):
 
 
 def test_rotation_pairs_the_two_halves_of_a_head():
-    tables = rotary_tables(CONFIG, 2)
+    tables = CONFIG.rotary_tables(2)
     x = jnp.zeros((1, 2, 1, 8)).at[..., 0].set(1.0)
     expected = np.zeros(8, np.float32)
     expected[[0, 4]] = np.cos(1.0), np.sin(1.0)
@@ -306,41 +305,44 @@ def count_spied(jaxpr):
     return sum(name == "spied" for name in names)
 
 
+SIZE, EPS = "an integer from 1 to 2147483647", "a number from 1.17549e-38 to"
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "accepted"),
+    ("changes", "accepted"),
     [
-        ("vocab_size", 0, "an integer from 1 to 2147483647, got 0"),
-        ("num_layers", 2.0, "an integer from 1 to 2147483647, got 2.0"),
-        ("num_layers", 10**20, "an integer from 1 to 2147483647, got 1000"),
-        ("num_kv_heads", 3, "a divisor of num_heads"),
-        ("head_dim", 7, "an even number"),
-        ("rope_theta", -1.0, "a number from 1 to"),
-        ("rope_theta", "1e4", "a number from 1 to .*, got '1e4'"),
-        ("rope_theta", float("nan"), "a number from 1 to .*, got nan"),
-        ("norm_eps", 0, "a number from 1.17549e-38 to"),
-        ("norm_eps", 1e-50, "a number from 1.17549e-38 to"),
-        ("norm_eps", float("nan"), "a number from 1.17549e-38 to .*, got nan"),
-        ("norm_eps", float("inf"), "a number from 1.17549e-38 to .*, got inf"),
-        ("norm_eps", 10**400, "a number from 1.17549e-38 to .*, got 1000"),
-        ("rope_scaling", {"factor": 2}, "LinearScaling or Llama3Scaling or Y"),
-        ("remat", "some", "one of none, codes, full, got 'some'"),
-        ("remat", True, "one of none, codes, full, got True"),
-        ("saved_bits", 3, "an integer from 4 to 12 or None, got 3"),
-        ("saved_bits", True, "an integer from 4 to 12 or None, got True"),
-        ("tie_embeddings", "yes", "a bool"),
-        ("dtype", jnp.float16, "jnp.bfloat16 or jnp.float32"),
+        ({"vocab_size": 0}, f"{SIZE}, got 0"),
+        ({"num_layers": 2.0}, f"{SIZE}, got 2.0"),
+        ({"num_layers": 10**20}, f"{SIZE}, got 1000"),
+        ({"num_kv_heads": 3}, "a divisor of num_heads"),
+        ({"head_dim": 7}, "an even number"),
+        ({"rope_theta": -1.0}, "a number from 1 to"),
+        ({"rope_theta": "1e4"}, "a number from 1 to .*, got '1e4'"),
+        ({"rope_theta": float("nan")}, "a number from 1 to .*, got nan"),
+        ({"norm_eps": 0}, EPS),
+        ({"norm_eps": 1e-50}, EPS),
+        ({"norm_eps": float("inf")}, f"{EPS} .*, got inf"),
+        ({"norm_eps": 10**400}, f"{EPS} .*, got 1000"),
+        ({"rope_scaling": {"factor": 2}}, "LinearScaling or Llama3Scaling or Y"),
+        ({"remat": "some"}, "one of none, codes, full, got 'some'"),
+        ({"remat": True}, "one of none, codes, full, got True"),
+        ({"saved_bits": 3}, "an integer from 4 to 12 or None, got 3"),
+        ({"saved_bits": True}, "an integer from 4 to 12 or None, got True"),
+        ({"tie_embeddings": "yes"}, "a bool"),
+        ({"dtype": jnp.float16}, "jnp.bfloat16 or jnp.float32"),
+        # A head has a width of its own, or shares hidden_size.
+        ({"num_heads": 4, "hidden_size": 30}, r"a divisor of hidden_size \("),
+        ({"num_experts": 0}, "an integer from 1"),
+        ({"top_k": 3, "num_experts": 2}, r"at most num_experts \(2\), got"),
+        ({"top_k": 0, "num_experts": 2}, "an integer from 1"),
+        ({"renormalize": True, "num_experts": 2, "top_k": 1}, "False with a top_k of"),
+        ({"activation": "gelu_tanh", "num_experts": 5}, "silu with num_exp"),
+        ({"router_aux_loss_coef": -1.0, "num_experts": 5}, "a num"),
     ],
 )
-def test_config_names_the_bad_field(field, value, accepted):
-    with pytest.raises(ValueError, match=f"^{field} takes {accepted}"):
-        small_config(**{field: value})
-
-
-def test_heads_divide_the_hidden_size_unless_they_have_a_width():
-    with pytest.raises(
-        ValueError, match=r"num_heads takes a divisor of hidden_size \("
-    ):
-        small_config(hidden_size=30)
+def test_config_names_the_bad_field(changes, accepted):
+    with pytest.raises(ValueError, match=f"^{next(iter(changes))} takes {accepted}"):
+        small_config(**changes)
     assert small_config(hidden_size=30, head_dim=8).head_dim == 8
 
 

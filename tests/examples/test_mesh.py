@@ -123,6 +123,13 @@ def test_every_matrix_is_sharded():
     assert layers["mlp"]["down"]["kernel"] == P(None, ("tensor",), ("fsdp",))
     assert specs["lm_head"]["kernel"] == P(("fsdp",), ("tensor",))
     assert specs["norm"]["scale"] == P(None)
+    model = Llama(small_config(num_experts=4), fallback_dot)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))
+    with jax.set_mesh(mesh.make("fsdp=2,tensor=4")):
+        experts = mesh.specs(shapes)["params"]["layers"]["mlp"]["experts"]
+    assert experts["gate_up"]["kernel"] == P(None, ("tensor",), ("fsdp",), None)
+    assert experts["down"]["kernel"] == P(None, ("tensor",), None, ("fsdp",))
+    assert experts["router"]["kernel"] == P(None, None, None)
 
 
 @pytest.mark.parametrize(

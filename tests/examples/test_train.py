@@ -27,7 +27,7 @@ from examples.llama import (
     train,
     training,
 )
-from examples.llama.build import build
+from examples.llama.build import build, last_state
 from examples.llama.config import Config, ConfigError
 from examples.llama.model import Llama
 from examples.llama.train import parse_command
@@ -124,6 +124,7 @@ def test_interrupted_run_resumes_bit_for_bit(
     printed = capsys.readouterr().out
     assert f"continue with: {sys.orig_argv[0]} -m examples.llama.train" in printed
     assert f"{out} --resume" in printed
+    assert signal.getsignal(signal.SIGINT) is INTERRUPT
     assert len(records_of(tmp_path / "run")) == 3
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')  # of a killed run
@@ -147,11 +148,6 @@ def test_the_progress_bar_says_that_the_first_step_compiles():
         assert "compiling" not in str(bar)
     with progress.progress_bar(3, 3, shown=True) as bar:  # a run that has ended
         assert "compiling" not in str(bar)
-
-
-def test_signal_handlers_are_restored(whole_run):
-    del whole_run  # has run
-    assert signal.getsignal(signal.SIGINT) is INTERRUPT
 
 
 def test_finished_run_resumes_to_its_report(whole_run, capsys):
@@ -182,7 +178,6 @@ I31 = "an integer from 1 to 2147483647"
         ('[["recipe", "bf16"]]', [], "does not hold a JSON object"),
         ("[" * 100_000, [], "config.json is not JSON"),
         ({"steps": "5"}, [], f"steps takes {I31}, got '5'"),
-        ({"steps": True}, [], f"steps takes {I31}, got True"),
         ({"recipe": ["x"]}, [], r"recipe takes text, got \['x'\]"),
         ({"data": 5}, [], "data takes text or None, got 5"),
         ({"data": ""}, [], "data takes the name of a file, got ''"),
@@ -190,7 +185,6 @@ I31 = "an integer from 1 to 2147483647"
         ({"data": "\ud800"}, [], "data takes the name of a file, got '"),
         ({"seed": 10**20}, [], "seed takes an integer from 0 to 4294967295, got 1000"),
         ({"lr": 10**400}, [], "lr takes a number from .* to 3.40282e.38, got 1000"),
-        ({"clip": None}, [], "clip takes a number from 0 to 3.40282e.38, got None"),
         ({"saved_bits": 8.0}, [], "takes an integer from 4 to 12 or 0 or None, got 8"),
         ({"reduce": {}}, [], "takes one of float32, bfloat16, int8 or None, got {}"),
         ({"corpus": 5}, [], "be resumed with other data than before: data = "),
@@ -314,16 +308,13 @@ def test_a_file_system_without_locks_is_named(config, tmp_path, monkeypatch, cap
         assert "has no locks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "lost", with_first_fast(["config.json metrics.jsonl", "config.json"])
-)
-def test_a_new_run_takes_no_files_of_another(config, run, capsys, lost):
-    for name in lost.split():
+def test_a_new_run_takes_no_files_of_another(config, run, capsys):
+    for name in "config.json", "metrics.jsonl":
         (run / name).unlink()
-    before = sorted(run.rglob("*"))
-    error = error_of(capsys, flags(config, f"--out={run}"))
-    assert "of a run without its config.json" in error
-    assert sorted(run.rglob("*")) == before
+        before = sorted(run.rglob("*"))
+        error = error_of(capsys, flags(config, f"--out={run}"))
+        assert "of a run without its config.json" in error
+        assert sorted(run.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -335,27 +326,13 @@ def test_a_new_run_takes_no_files_of_another(config, run, capsys, lost):
         ("--batch=6 --accumulate=4", r"accumulate takes a divisor of batch \(6\)"),
         ("--steps=0", "steps takes an integer from 1 to 2147483647, got 0"),
         ("--remat=some", "remat takes one of none, codes, full, got 'some'"),
-        (
-            "--saved-bits=16",
-            "saved_bits takes an integer from 4 to 12 or 0 or None, got 16",
-        ),
-        (
-            "--reduce=fp8",
-            "reduce takes one of float32, bfloat16, int8 or None, got 'fp8'",
-        ),
-        ("--reduce=int8 --recipe=bf16", "reduce applies to INT8 recipes only"),
-        (
-            "--reduce=bfloat16 --recipe=bf16",
-            "reduce applies to INT8 recipes only, got 'bfloat16' with bf16",
-        ),
+        ("--saved-bits=16", "saved_bits takes an integer from 4 to 12 or 0 or None"),
+        ("--reduce=fp8", "reduce takes one of float32, .*, int8 or None, got 'fp8'"),
+        ("--reduce=int8 --recipe=bf16", "INT8 recipes only, got 'int8' with bf16"),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
         ("--experts=0", "experts takes an integer from 1 to 2147483647 or None, got 0"),
-        (
-            "--experts=4 --top-k=0",
-            "top_k takes an integer from 1 to 2147483647 or None, got 0",
-        ),
+        ("--experts=4 --top-k=0", f"top_k takes {I31} or None, got 0"),
         ("--experts=4 --top-k=5", r"top_k takes at most num_experts \(4\)"),
-        ("--experts=1", r"top_k takes at most num_experts \(1\), got 2"),
         ("--top-k=2", "top_k takes a number of experts: set experts, too"),
         ("--experts=4 --ffn=127", r"top_k takes a divisor of ffn \(127\), got 2"),
         ("--experts=4 --recipe=fp8_current", "experts take any recipe but .* fp8_curr"),
@@ -363,12 +340,7 @@ def test_a_new_run_takes_no_files_of_another(config, run, capsys, lost):
         ("--experts=4 --reduce=int8", "reduce does not apply to the products of expe"),
         ("--from-hf=/nowhere --top-k=2", "--top-k comes from the model"),
         ("--lr=nan", "lr takes a number from 1.17549e-38 to 3.40282e.38, got nan"),
-        ("--lr=-1", "lr takes a number from 1.17549e-38 .*, got -1"),
-        ("--seed=4294967296", "seed takes an integer from 0 to 4294967295, got"),
-        ("--steps=2147483648", "steps takes an integer from 1 to 2147483647, got"),
-        ("--clip=-1", "clip takes a number from 0 to"),
         ("--heads=3", r"num_kv_heads takes a divisor of num_heads \(3\), got 2"),
-        ("--hidden=12 --heads=4", "head_dim takes an even number"),
         ("--data=/nowhere", "/nowhere does not exist"),
         ("--from-hf=/nowhere", "/nowhere"),
         ("--from-hf=/nowhere --hidden=16", "--hidden comes from the model"),
@@ -528,7 +500,7 @@ def test_microbatches_share_the_codes_of_weights(changes, monkeypatch):
 
 
 def test_each_microbatch_moves_the_thresholds(whole_run, config):
-    for stats in training.last_state(config, whole_run).stats().values():
+    for stats in last_state(config, whole_run).stats().values():
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
@@ -547,7 +519,7 @@ def test_delayed_fp8_saves_its_scales_and_resumes_bit_for_bit(
     train.train(config, tmp_path / "run", resume=True)
     assert records_of(tmp_path / "run") == records_of(tmp_path / "whole")
 
-    state = training.last_state(config, tmp_path / "run")
+    state = last_state(config, tmp_path / "run")
     for path, leaf in jax.tree.leaves_with_path(state.overwritten):
         if path[-1].key == "amax_history":  # of each microbatch, and of no validation
             calls = (leaf > 0).sum(axis=-1).tolist()
@@ -616,33 +588,25 @@ def test_recipes_start_from_the_same_weights(config):
     jax.tree.map(np.testing.assert_array_equal, *params)
 
 
-def test_weight_decay_spares_norms_and_biases(config):
-    optimizer, _ = step.make_optimizer(config)
+@pytest.mark.parametrize(("clip", "norm"), [(1.0, 1.0), (0.5, 0.5), (0.0, 20.0)])
+def test_the_optimizer_decays_matrices_clips_and_warms_up(config, clip, norm):
+    config = dataclasses.replace(config, clip=clip, steps=100, lr=1.0)
+    optimizer, schedule = step.make_optimizer(config)
     names = "kernel", "embedding", "scale", "bias"
     params = {"layers": {name: jnp.ones((2, 4)) for name in names}}
     zeros = optax.tree.zeros_like(params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-    decayed = {name: bool(update.any()) for name, update in updates["layers"].items()}
-    assert decayed == {"kernel": True, "embedding": True, "scale": False, "bias": False}
+    decayed = [name for name, x in updates["layers"].items() if x.any()]
+    assert sorted(decayed) == ["embedding", "kernel"]
 
-
-@pytest.mark.parametrize(("clip", "norm"), [(1.0, 1.0), (0.5, 0.5), (0.0, 20.0)])
-def test_gradients_are_clipped_to_the_given_norm(config, clip, norm):
-    optimizer, _ = step.make_optimizer(dataclasses.replace(config, clip=clip))
     params = {"kernel": jnp.ones((2, 2))}
     gradient = {"kernel": jnp.full((2, 2), 10.0)}
     _, (_, (adam, *_)) = optimizer.update(gradient, optimizer.init(params), params)
     assert optax.tree.norm(adam.mu) / 0.1 == pytest.approx(norm, rel=1e-5)
 
-
-def test_learning_rate_warms_up_and_falls(config):
-    config = dataclasses.replace(config, steps=100, lr=1.0)
-    _, schedule = step.make_optimizer(config)
     rates = np.array([float(schedule(jnp.int32(i))) for i in range(101)])
-    assert rates[0] == pytest.approx(1 / 11)
     assert rates.argmax() == 10
-    assert rates[10] == pytest.approx(1.0)
-    assert rates[100] == pytest.approx(0.1)
+    assert rates[[0, 10, 100]].tolist() == pytest.approx([1 / 11, 1.0, 0.1])
 
 
 def test_presets_and_flags_of_the_command_line():

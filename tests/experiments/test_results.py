@@ -227,11 +227,6 @@ def test_results_of_other_texts_or_models_are_refused(
     error = capsys.readouterr().err
     assert "block-0.json belongs to another text" in error
     assert "'train': 321}, not {'train': 320}" in error
-
-
-def test_results_to_draw_must_exist(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert __main__.main(["draw", f"--results={tmp_path / 'typo'}"]) == 1
     assert "there is no folder" in capsys.readouterr().err
     assert not (tmp_path / "typo").exists()

@@ -60,7 +60,7 @@ def test_operands_that_do_not_fit_are_named():
 
 def test_a_qarray_of_qwix_has_the_same_values():
     qwix = pytest.importorskip("qwix")
-    from fbq_jax.integrations.qwix import from_qarray, to_qarray
+    from fbq_jax.contrib.qwix import from_qarray, to_qarray
 
     # Partial blocks along rows and along columns, and one scale for all columns.
     for block in (32, 50), (25, 64), (100, 150), (1, None):
@@ -75,7 +75,7 @@ def test_a_qarray_of_qwix_has_the_same_values():
 
 def test_codes_of_qwix():
     qwix = pytest.importorskip("qwix")
-    from fbq_jax.integrations.qwix import from_qarray
+    from fbq_jax.contrib.qwix import from_qarray
 
     w = X[0, :96, :144]
     array = qwix.quantize(w, "int8", channelwise_axes=[1], tiled_axes={0: 48})
@@ -89,7 +89,7 @@ def test_codes_of_qwix():
 
 def test_unsupported_qarrays_are_refused():
     qwix = pytest.importorskip("qwix")
-    from fbq_jax.integrations.qwix import from_qarray, to_qarray
+    from fbq_jax.contrib.qwix import from_qarray, to_qarray
 
     codes, scales = jnp.ones((4, 4), jnp.int8), jnp.ones((1, 1))
     four_bits = qwix.QArray(codes, scales, qtype="int4")

@@ -103,4 +103,4 @@ def test_refuses_to_overwrite_a_file_that_is_no_table(content, tmp_path, capsys)
 def test_invalid_sizes_are_reported(sizes, capsys):
     with pytest.raises(SystemExit):
         tune.main(["--sizes", sizes])
-    assert f"invalid M,N,K value: {sizes!r}" in capsys.readouterr().err
+    assert f"takes 3 positive integers M,N,K; got {sizes!r}" in capsys.readouterr().err

@@ -4,7 +4,9 @@ Each check takes the implementation as its argument ``matmul``.
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -257,3 +259,36 @@ def check_extreme_codes(matmul, k: int, K: int = 140_032) -> None:
     lhs, rhs = (Quantized(Term(x, scales), None, (128, k)) for x in (both_signs, codes))
     y = matmul(lhs, rhs, dtype=jnp.float32)
     np.testing.assert_allclose(y, exact(lhs, rhs), rtol=1e-5)
+
+
+# What holds for every implementation, beside the products of ``CASES``.
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "outlier scale": check_outlier_scale,
+    "outlier with residual": check_outlier_with_residual,
+    "largest sums": functools.partial(check_largest_sums, sign=1),
+    "largest negative sums": functools.partial(check_largest_sums, sign=-1),
+    "largest sums, bounded": functools.partial(
+        check_largest_sums, sign=1, sums=127.0 * 256
+    ),
+    "largest sums, not bounded": functools.partial(
+        check_largest_sums, sign=-1, sums=np.nan
+    ),
+    # Of 136 sums, which are no multiple of those that are loaded at once.
+    "largest sum at the end": functools.partial(
+        check_largest_sums, sign=1, zero_columns=16
+    ),
+    "rounds once to bfloat16": functools.partial(check_rounds_once, dtype=jnp.bfloat16),
+    "rounds once to float16": functools.partial(check_rounds_once, dtype=jnp.float16),
+    "scales of rows round once": functools.partial(
+        check_rounds_once, dtype=jnp.bfloat16, name="scales of rows"
+    ),
+    "scales of rows and columns round once": functools.partial(
+        check_rounds_once, dtype=jnp.bfloat16, name="scales of rows and columns"
+    ),
+    "NaN scales": functools.partial(check_nan_scales, block_shape=(128, 128, 128)),
+    "extreme scales": functools.partial(check_extreme_scales, dtype=jnp.float32),
+    "extreme scales, bfloat16": functools.partial(
+        check_extreme_scales, dtype=jnp.bfloat16
+    ),
+    "extreme codes": functools.partial(check_extreme_codes, k=128),
+}

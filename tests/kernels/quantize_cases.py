@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbq_jax.kernels import packing, reference, rounding
-from fbq_jax.kernels.quantized import Layout, Layouts, Quantized, Term
+from fbq_jax.kernels.quantized import CRITERIA, Layout, Layouts, Quantized, Term
 from fbq_jax.kernels.rounding import MatrixSeeds
 from fbq_jax.kernels.sources import Gate, GateGrad, Matrix, Norm, SavedNorm, Source
 from fbq_jax.kernels.tiles import assign_tiles
@@ -53,9 +53,9 @@ class Case(NamedTuple):
         layouts = [layout for layout in self[1:3] if layout is not None]
         return {side for layout in layouts for side in layout.block}
 
-    def without_sums(self) -> "Case":
-        """The same without sums of codes."""
-        layouts = [layout and layout._replace(sums=False) for layout in self[1:3]]
+    def with_sums(self, sums: bool = True) -> "Case":
+        """The same with sums of codes in all layouts, or in none."""
+        layouts = [layout and layout._replace(sums=sums) for layout in self[1:3]]
         return Case(self.source, *layouts, self.options)
 
 
@@ -108,7 +108,6 @@ def gate(
     dtype: str,
     bits: int,
     row_counts: tuple[int, ...] | None = None,
-    *,
     interleaved: bool = True,
 ) -> Callable[[], Gate]:
     """Gates whose output has this shape; missing rows hold a NaN and large values."""
@@ -126,7 +125,6 @@ def gate_grad(
     dtype: str,
     bits: int,
     row_counts: tuple[int, ...] | None = None,
-    *,
     interleaved: bool = True,
 ) -> Callable[[], GateGrad]:
     """Gradients of gates, with dy of this shape, whose missing rows are as in ``gate``.
@@ -171,267 +169,218 @@ def _fill_missing_rows(
     return jnp.where(is_row, x, jnp.asarray(value, x.dtype))
 
 
-# Tables.
+# Tables: a source's arguments, both layouts, and options.
+
+
+def _cases(make: Callable[..., Any], count: int, table: list[Any]) -> list[Case]:
+    """The cases of a table whose first columns are the arguments of ``make``."""
+    return [Case(make(*row[:count]), *row[count:]) for row in table]
+
+
+def _fallback(criterion: str, *theta: float) -> dict[str, Any]:
+    return {"criterion": criterion, "theta": theta}
+
+
+absmax, l1, l1_rel = (functools.partial(_fallback, c) for c in CRITERIA)
+_matrices = functools.partial(_cases, matrix, 2)
+_groups = functools.partial(_cases, grouped, 5)
 
 BLOCKS = [
-    Case(
-        matrix((1, 256, 256), "bfloat16"),
-        near(128, 128, sums=True),
-        near(128, 128, sums=True),
-    ),
-    Case(
-        matrix((1, 144, 304), "bfloat16"),
-        noisy(128, 128, sums=True),
-        noisy(128, 128, sums=True),
-    ),
-    Case(
-        matrix((2, 100, 141), "float32"),
-        near(64, 128, sums=True),
-        noisy(64, 128, sums=True),
-    ),
-    Case(matrix((3, 40, 64), "float16"), None, noisy(32, 32, sums=True)),
-    Case(matrix((1, 300, 264), "float32"), noisy(256, 64, sums=True), None),
-    Case(
-        matrix((2, 40, 258), "bfloat16"),
-        noisy(32, 256, sums=True),
-        near(32, 256, sums=True),
-    ),
-    Case(
-        matrix((1, 200, 51), "float16"),
-        near(256, 256, sums=True),
-        near(256, 256, sums=True),
-    ),
-    Case(
-        matrix((1, 270, 140), "bfloat16"),
-        noisy(256, 128, sums=True),
-        noisy(256, 128, sums=True),
-    ),
-    Case(
-        matrix((1, 1, 1), "bfloat16"),
-        near(128, 128, sums=True),
-        noisy(128, 128, sums=True),
-    ),
+    case.with_sums()
+    for case in _matrices(
+        [
+            ((1, 256, 256), "bfloat16", near(128, 128), near(128, 128)),
+            ((1, 144, 304), "bfloat16", noisy(128, 128), noisy(128, 128)),
+            ((2, 100, 141), "float32", near(64, 128), noisy(64, 128)),
+            ((3, 40, 64), "float16", None, noisy(32, 32)),
+            ((1, 300, 264), "float32", noisy(256, 64), None),
+            ((2, 40, 258), "bfloat16", noisy(32, 256), near(32, 256)),
+            ((1, 200, 51), "float16", near(256, 256), near(256, 256)),
+            ((1, 270, 140), "bfloat16", noisy(256, 128), noisy(256, 128)),
+            ((1, 1, 1), "bfloat16", near(128, 128), noisy(128, 128)),
+        ]
+    )
 ]
-FALLBACK = [
-    Case(
-        matrix((1, 256, 272), "bfloat16"),
-        *(near(128, 128), noisy(128, 128)),
-        {"criterion": "absmax", "theta": (150.0,)},
-    ),
-    Case(
-        matrix((2, 100, 141), "float32"),
-        *(near(64, 64), near(64, 64)),
-        {"criterion": "l1", "theta": (500.0, 200.0)},
-    ),
-    Case(
-        matrix((1, 150, 310), "float16"),
-        *(near(32, 128), None),
-        {"criterion": "l1_rel", "theta": (0.5,)},
-    ),
-    Case(
-        matrix((1, 190, 40), "float32"),
-        *(near(256, 256), noisy(256, 256)),
-        {"criterion": "l1_rel", "theta": (0.0,)},
-    ),
-    Case(
-        matrix((3, 33, 65), "bfloat16"),
-        *(near(256, 64), noisy(256, 64)),
-        {"criterion": "absmax", "theta": (np.inf, 0.0, np.nan)},
-    ),
-]
-VECTORS = [
-    Case(matrix((1, 128, 256), "bfloat16"), noisy(1, None), noisy(None, 1)),
-    Case(matrix((2, 70, 141), "float32"), near(1, None), noisy(None, 1)),
-    Case(matrix((3, 20, 144), "float16"), None, noisy(None, 1)),
-    Case(matrix((1, 131, 176), "bfloat16"), noisy(1, None), None),
-    Case(matrix((1, 1, 300), "float32"), noisy(1, None), near(None, 1)),
-    Case(matrix((2, 130, 1), "bfloat16"), near(1, None), near(None, 1)),
-]
+FALLBACK = _matrices(
+    [
+        ((1, 256, 272), "bfloat16", near(128, 128), noisy(128, 128), absmax(150.0)),
+        ((2, 100, 141), "float32", near(64, 64), near(64, 64), l1(500.0, 200.0)),
+        ((1, 150, 310), "float16", near(32, 128), None, l1_rel(0.5)),
+        ((1, 190, 40), "float32", near(256, 256), noisy(256, 256), l1_rel(0.0)),
+        (
+            *((3, 33, 65), "bfloat16", near(256, 64), noisy(256, 64)),
+            absmax(np.inf, 0.0, np.nan),
+        ),
+    ]
+)
+VECTORS = _matrices(
+    [
+        ((1, 128, 256), "bfloat16", noisy(1, None), noisy(None, 1)),
+        ((2, 70, 141), "float32", near(1, None), noisy(None, 1)),
+        ((3, 20, 144), "float16", None, noisy(None, 1)),
+        ((1, 131, 176), "bfloat16", noisy(1, None), None),
+        ((1, 1, 300), "float32", noisy(1, None), near(None, 1)),
+        ((2, 130, 1), "bfloat16", near(1, None), near(None, 1)),
+    ]
+)
 PER_TENSOR = Case(
     matrix((2, 70, 141), "float32"),
     *(noisy(None, None), near(None, None)),
     {"bound": 127.5},
 )
-# One scale per row of a block; and per column of a block, or per block.
-ROWS = [
-    Case(matrix((1, 256, 256), "bfloat16"), near(1, 128), noisy(128, 1)),
-    Case(matrix((2, 100, 141), "float32"), noisy(1, 128), noisy(64, 1)),
-    Case(matrix((3, 40, 64), "float16"), None, near(32, 1)),
-    Case(matrix((1, 300, 90), "bfloat16"), noisy(1, 32), None),
-    Case(matrix((1, 270, 260), "bfloat16"), noisy(1, 256), noisy(256, 1)),
-    Case(matrix((1, 1, 1), "float32"), near(1, 128), near(128, 1)),
-    Case(
-        matrix((1, 256, 272), "bfloat16"),
-        noisy(1, 128),
-        noisy(128, 128, sums=True),
-    ),
-    Case(matrix((2, 100, 141), "float32"), near(1, 128), noisy(64, 128, sums=True)),
-    Case(matrix((3, 40, 64), "float16"), noisy(1, 32), near(32, 32, sums=True)),
-    Case(
-        matrix((1, 270, 260), "bfloat16"),
-        noisy(1, 128),
-        noisy(256, 128, sums=True),
-    ),
-    Case(matrix((1, 1, 1), "float32"), near(1, 128), near(128, 128, sums=True)),
-]
-WITH_FLOAT8 = [
-    Case(matrix((1, 144, 304), "bfloat16"), near(128, 128), near(128, 128), FLOAT8),
-    Case(matrix((2, 100, 141), "float32"), near(64, 128), None, FLOAT8),
-    Case(matrix((3, 40, 64), "float16"), None, near(32, 32), FLOAT8),
-    Case(matrix((1, 144, 304), "bfloat16"), near(1, 128), near(128, 1), FLOAT8),
-    Case(matrix((2, 100, 141), "float32"), near(1, 128), None, FLOAT8),
-    Case(matrix((3, 40, 64), "float16"), None, near(32, 1), FLOAT8),
-]
+# One scale per row of a block, and per column of a block.
+ROWS = _matrices(
+    [
+        ((1, 256, 256), "bfloat16", near(1, 128), noisy(128, 1)),
+        ((2, 100, 141), "float32", noisy(1, 128), noisy(64, 1)),
+        ((3, 40, 64), "float16", None, near(32, 1)),
+        ((1, 300, 90), "bfloat16", noisy(1, 32), None),
+        ((1, 270, 260), "bfloat16", noisy(1, 256), noisy(256, 1)),
+        ((1, 1, 1), "float32", near(1, 128), near(128, 1)),
+    ]
+)
+# One scale per row of a block, and per block.
+ROWS_AND_BLOCKS = _matrices(
+    [
+        ((1, 256, 272), "bfloat16", noisy(1, 128), noisy(128, 128, sums=True)),
+        ((2, 100, 141), "float32", near(1, 128), noisy(64, 128, sums=True)),
+        ((3, 40, 64), "float16", noisy(1, 32), near(32, 32, sums=True)),
+        ((1, 270, 260), "bfloat16", noisy(1, 128), noisy(256, 128, sums=True)),
+        ((1, 1, 1), "float32", near(1, 128), near(128, 128, sums=True)),
+    ]
+)
+FLOAT8_BLOCKS = _matrices(
+    [
+        ((1, 144, 304), "bfloat16", near(128, 128), near(128, 128), FLOAT8),
+        ((2, 100, 141), "float32", near(64, 128), None, FLOAT8),
+        ((3, 40, 64), "float16", None, near(32, 32), FLOAT8),
+    ]
+)
+FLOAT8_ROWS = _matrices(
+    [
+        ((1, 144, 304), "bfloat16", near(1, 128), near(128, 1), FLOAT8),
+        ((2, 100, 141), "float32", near(1, 128), None, FLOAT8),
+        ((3, 40, 64), "float16", None, near(32, 1), FLOAT8),
+    ]
+)
+_LARGE_GROUPS = 300, (130, 0, 128, 5), 272, "bfloat16", 128
+_SMALL_GROUPS = 200, (70, 0, 33, 1, 80), 141, "float32", 64
 GROUPED = [
-    Case(
-        grouped(300, (130, 0, 128, 5), 272, "bfloat16", 128),
-        noisy(128, 128, sums=True),
-        noisy(128, 128, sums=True),
-    ),
-    Case(
-        grouped(200, (70, 0, 33, 1, 80), 141, "float32", 64),
-        near(64, 128, sums=True),
-        noisy(64, 128, sums=True),
-    ),
-    Case(grouped(90, (0, 0, 90, 0), 51, "float16", 32), None, near(32, 32, sums=True)),
-    Case(
-        grouped(300, (270, 0, 20), 140, "bfloat16", 256),
-        noisy(256, 256, sums=True),
-        near(256, 256, sums=True),
-    ),
-    Case(
-        grouped(40, (0, 0), 64, "bfloat16", 32),
-        noisy(32, 64, sums=True),
-        noisy(32, 64, sums=True),
-    ),
-    Case(
-        grouped(300, (130, 0, 128, 5), 272, "bfloat16", 128),
-        *(near(128, 128), noisy(128, 128)),
-        {"criterion": "absmax", "theta": 150.0},
-    ),
-    Case(
-        grouped(200, (70, 0, 33, 1, 80), 141, "float32", 64),
-        *(near(64, 64), near(64, 64)),
-        {"criterion": "l1", "theta": 300.0},
-    ),
-    Case(
-        grouped(280, (20, 258), 70, "bfloat16", 256),
-        *(near(256, 256), noisy(256, 256)),
-        {"criterion": "l1_rel", "theta": 0.1},
-    ),
+    case.with_sums()
+    for case in _groups(
+        [
+            (*_LARGE_GROUPS, noisy(128, 128), noisy(128, 128)),
+            (*_SMALL_GROUPS, near(64, 128), noisy(64, 128)),
+            (90, (0, 0, 90, 0), 51, "float16", 32, None, near(32, 32)),
+            (300, (270, 0, 20), 140, "bfloat16", 256, noisy(256, 256), near(256, 256)),
+            (40, (0, 0), 64, "bfloat16", 32, noisy(32, 64), noisy(32, 64)),
+        ]
+    )
 ]
+GROUPED_FALLBACK = _groups(
+    [
+        (*_LARGE_GROUPS, near(128, 128), noisy(128, 128), absmax(150.0)),
+        (*_SMALL_GROUPS, near(64, 64), near(64, 64), l1(300.0)),
+        (
+            *(280, (20, 258), 70, "bfloat16", 256),
+            *(near(256, 256), noisy(256, 256), l1_rel(0.1)),
+        ),
+    ]
+)
 # XLA gathers these.
-GATHERED = [
-    Case(
-        grouped(90, (30, 0, 41), 130, "bfloat16", 32),
-        noisy(1, 128),
-        noisy(32, 128, sums=True),
-    ),
-    Case(grouped(70, (40, 30), 65, "float32", 64), near(1, None), noisy(None, 1)),
-]
-# Of norms and gates: shape of the output, dtype, bits, layouts and options.
+GATHERED = _groups(
+    [
+        (
+            *(90, (30, 0, 41), 130, "bfloat16", 32),
+            *(noisy(1, 128), noisy(32, 128, sums=True)),
+        ),
+        (70, (40, 30), 65, "float32", 64, near(1, None), noisy(None, 1)),
+    ]
+)
+# Norms and gates: shape of the output, dtype, bits.
 _LAYERS = [
-    (
-        *((1, 100, 128), "bfloat16", 10, near(128, 128), noisy(128, 128)),
-        {"criterion": "absmax", "theta": (9.0,)},
-    ),
-    (
-        *((2, 50, 128), "float32", 7, near(64, 128), near(64, 128)),
-        {"criterion": "l1_rel", "theta": (0.01, 0.02)},
-    ),
-    ((1, 33, 256), "float16", 12, near(32, 128), None, {}),
-    (
-        *((1, 20, 72), "bfloat16", 10, near(32, 128), near(32, 128)),
-        {"criterion": "l1", "theta": (9.0,)},
-    ),
+    ((1, 100, 128), "bfloat16", 10, near(128, 128), noisy(128, 128), absmax(9.0)),
+    ((2, 50, 128), "float32", 7, near(64, 128), near(64, 128), l1_rel(0.01, 0.02)),
+    ((1, 33, 256), "float16", 12, near(32, 128), None),
+    ((1, 20, 72), "bfloat16", 10, near(32, 128), near(32, 128), l1(9.0)),
 ]
-# Of the gradients of gates, by the shape of dy.
+# The gradients of gates, by the shape of dy.
 _GRADS = [
-    (
-        *((1, 140, 128), "bfloat16", 10),
-        *(noisy(128, 128), noisy(128, 128, sums=True), {}),
-    ),
-    ((2, 50, 128), "float32", 11, near(64, 128), noisy(64, 128, sums=True), {}),
-    ((1, 40, 256), "float16", 4, None, near(32, 128, sums=True), {}),
-    ((1, 20, 72), "bfloat16", 10, noisy(32, 128), near(32, 128, sums=True), {}),
+    ((1, 140, 128), "bfloat16", 10, noisy(128, 128), noisy(128, 128, sums=True)),
+    ((2, 50, 128), "float32", 11, near(64, 128), noisy(64, 128, sums=True)),
+    ((1, 40, 256), "float16", 4, None, near(32, 128, sums=True)),
+    ((1, 20, 72), "bfloat16", 10, noisy(32, 128), near(32, 128, sums=True)),
 ]
-# Of all three, with one scale per row of a block.
+# All three, with one scale per row of a block.
 _IN_ROWS = [
-    ((1, 100, 128), "bfloat16", 10, near(1, 128), noisy(128, 1), {}),
-    ((1, 140, 256), "bfloat16", 10, noisy(1, 128), noisy(128, 128), {}),
+    ((1, 100, 128), "bfloat16", 10, near(1, 128), noisy(128, 1)),
+    ((1, 140, 256), "bfloat16", 10, noisy(1, 128), noisy(128, 128)),
     ((2, 50, 128), "float32", 7, near(1, 128), near(64, 128), FLOAT8),
     ((1, 33, 256), "bfloat16", 12, near(1, 128), near(32, 1), FLOAT8),
-    ((1, 33, 128), "float16", 12, noisy(1, 128), None, {}),
-    ((1, 40, 128), "bfloat16", 4, None, noisy(32, 1), {}),
-    ((1, 20, 72), "bfloat16", 10, noisy(1, 128), near(32, 128), {}),
+    ((1, 33, 128), "float16", 12, noisy(1, 128), None),
+    ((1, 40, 128), "bfloat16", 4, None, noisy(32, 1)),
+    ((1, 20, 72), "bfloat16", 10, noisy(1, 128), near(32, 128)),
 ]
-
-
-def _cases(make: Callable[..., Any], table: list[Any]) -> list[Case]:
-    return [Case(make(*row[:3]), *row[3:]) for row in table]
-
-
-NORMS, NORMS_IN_ROWS = _cases(norm, _LAYERS), _cases(norm, _IN_ROWS)
-GATES, GATES_IN_ROWS = _cases(gate, _LAYERS), _cases(gate, _IN_ROWS)
-GRADS = _cases(gate_grad, _GRADS)
-GRADS_IN_ROWS = [
-    *_cases(gate_grad, _IN_ROWS),
-    Case(
-        gate_grad((1, 140, 256), "bfloat16", 10),
-        noisy(1, 128),
-        noisy(128, 128, sums=True),
-    ),
+_GRADS_IN_ROWS = [
+    *_IN_ROWS,
+    ((1, 140, 256), "bfloat16", 10, noisy(1, 128), noisy(128, 128, sums=True)),
 ]
-# Matrices of which rows are missing.
-GATES_OF_TILES = [
-    Case(
-        gate((3, 32, 256), "bfloat16", 10, (32, 0, 19), interleaved=False),
-        *(near(32, 128), noisy(32, 128)),
-        {"criterion": "absmax", "theta": 2.0},
-    ),
-    Case(gate((2, 64, 256), "float16", 7, (5, 64)), near(64, 128), None),
-    Case(
-        gate((2, 32, 128), "float32", 12, (32, 0), interleaved=False),
-        *(near(32, 128), near(32, 128)),
-        {"criterion": "l1_rel", "theta": 0.01},
-    ),
-    Case(
-        gate((3, 128, 72), "bfloat16", 10, (1, 128, 0), interleaved=False),
-        *(near(128, 128), near(128, 128)),
-        {"criterion": "l1", "theta": 9.0},
-    ),
-    Case(gate((2, 32, 256), "float32", 10, interleaved=False), near(32, 128), None),
-    Case(gate((2, 32, 128), "bfloat16", 10, (7, 0)), near(1, 128), noisy(32, 1)),
-]
-GRADS_OF_TILES = [
-    Case(
-        gate_grad((3, 32, 256), "bfloat16", 10, (32, 0, 19), interleaved=False),
-        *(noisy(32, 128), noisy(32, 128, sums=True)),
-    ),
-    Case(
-        gate_grad((2, 64, 256), "float16", 7, (5, 64)), None, near(64, 128, sums=True)
-    ),
-    Case(
-        gate_grad((2, 32, 128), "float32", 12, (0, 32), interleaved=False),
-        *(near(32, 128), None),
-    ),
-    Case(
-        gate_grad((3, 128, 72), "bfloat16", 4, (1, 128, 0), interleaved=False),
-        *(near(128, 128), near(128, 128, sums=True)),
-    ),
-    Case(
-        gate_grad((2, 32, 256), "float32", 10, interleaved=False),
-        *(near(32, 128), near(32, 128, sums=True)),
-    ),
-    Case(gate_grad((2, 32, 128), "bfloat16", 10, (7, 0)), near(1, 128), noisy(32, 1)),
-]
+NORMS, NORMS_IN_ROWS = _cases(norm, 3, _LAYERS), _cases(norm, 3, _IN_ROWS)
+GATES, GATES_IN_ROWS = _cases(gate, 3, _LAYERS), _cases(gate, 3, _IN_ROWS)
+GRADS, GRADS_IN_ROWS = (
+    _cases(gate_grad, 3, table) for table in (_GRADS, _GRADS_IN_ROWS)
+)
+# Matrices of which rows are missing: also their counts, and whether gate and up are
+# interleaved.
+_THREE, _TWO = (32, 0, 19), (5, 64)
+GATES_OF_TILES = _cases(
+    gate,
+    5,
+    [
+        (
+            *((3, 32, 256), "bfloat16", 10, _THREE, False),
+            *(near(32, 128), noisy(32, 128), absmax(2.0)),
+        ),
+        ((2, 64, 256), "float16", 7, _TWO, True, near(64, 128), None),
+        (
+            *((2, 32, 128), "float32", 12, (32, 0), False),
+            *(near(32, 128), near(32, 128), l1_rel(0.01)),
+        ),
+        (
+            *((3, 128, 72), "bfloat16", 10, (1, 128, 0), False),
+            *(near(128, 128), near(128, 128), l1(9.0)),
+        ),
+        ((2, 32, 256), "float32", 10, None, False, near(32, 128), None),
+        ((2, 32, 128), "bfloat16", 10, (7, 0), True, near(1, 128), noisy(32, 1)),
+    ],
+)
+GRADS_OF_TILES = _cases(
+    gate_grad,
+    5,
+    [
+        (
+            *((3, 32, 256), "bfloat16", 10, _THREE, False),
+            *(noisy(32, 128), noisy(32, 128, sums=True)),
+        ),
+        ((2, 64, 256), "float16", 7, _TWO, True, None, near(64, 128, sums=True)),
+        ((2, 32, 128), "float32", 12, (0, 32), False, near(32, 128), None),
+        (
+            *((3, 128, 72), "bfloat16", 4, (1, 128, 0), False),
+            *(near(128, 128), near(128, 128, sums=True)),
+        ),
+        (
+            *((2, 32, 256), "float32", 10, None, False),
+            *(near(32, 128), near(32, 128, sums=True)),
+        ),
+        ((2, 32, 128), "bfloat16", 10, (7, 0), True, near(1, 128), noisy(32, 1)),
+    ],
+)
 
 
 def of_bits(bits: int) -> list[Case]:
     """Chunks of some widths, at some positions in a word."""
     args = (1, 32, 128), "bfloat16", bits
-    sources = gate(*args), gate_grad(*args)
-    return [Case(source, near(32, 128), None) for source in sources]
+    return [Case(make(*args), near(32, 128), None) for make in (gate, gate_grad)]
 
 
 # Special values.
@@ -683,33 +632,29 @@ def check_against_oracle(case: Case) -> Layouts:
     source, options = case.source(), dict(case.options)
     assert isinstance(source, Matrix)
     batch, theta = source.shape[0], options.pop("theta", None)
+    if theta is not None:
+        theta = jnp.broadcast_to(jnp.asarray(theta, jnp.float32), (batch,))
     seeds = folded_seeds(batch)
-    got = _definition(
-        source,
-        seeds,
-        None if theta is None else jnp.asarray(theta, jnp.float32),
-        rowwise=case.rowwise,
-        colwise=case.colwise,
-        **options,
-    )
+    layouts = {"rowwise": case.rowwise, "colwise": case.colwise}
+    got = _definition(source, seeds, theta, **layouts, **options)
     for i, x in enumerate(np.asarray(source.values)):
         seed = oracle.fold(int(seeds.layer[i]), (int(seeds.calls[i]) - 1) % 2**32)
         noise = oracle.noise(int(oracle.fold(oracle.fold(seed, 3), i)), x.shape)
-        for layout, operand in (
-            (case.rowwise, got.rowwise),
-            (case.colwise, got.colwise),
-        ):
+        for name, layout in layouts.items():
+            operand = getattr(got, name)
             if layout is None:
                 assert operand is None
                 continue
             codes, scales = _oracle_codes(x, layout, noise, **options)
-            if operand is got.colwise:
+            if name == "colwise":
                 codes, scales = codes.T, scales.T
             if not layout.is_split:
                 scales = np.broadcast_to(scales, (len(codes), 1))
             found = np.asarray(operand.codes[i]).view(codes.dtype)
             np.testing.assert_array_equal(found, codes)
             np.testing.assert_array_equal(operand.scales[i], scales)
+            if layout.sums:
+                _check_sums(operand, i)
         if theta is not None:
             _, (codes, scales), _, metric = oracle.quantize_fallback(
                 x, theta[i], case.rowwise.block, options["criterion"]
@@ -721,14 +666,29 @@ def check_against_oracle(case: Case) -> Layouts:
 
 
 def _oracle_codes(
-    x: np.ndarray, layout: Layout, noise: np.ndarray, dtype: str = "int8", **_: Any
+    x: np.ndarray,
+    layout: Layout,
+    noise: np.ndarray,
+    *,
+    dtype: str = "int8",
+    bound: float = 127.0,
+    criterion: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
+    del criterion  # of residuals
     pairs = zip(layout.block, x.shape, strict=True)
     block = tuple(side or size for side, size in pairs)
     if dtype == FLOAT8["dtype"]:
         return oracle.quantize_float8(x, block)[:2]
     drawn = noise if layout.rounding == "stochastic" else None
-    return oracle.quantize(x, block, drawn)[:2]
+    return oracle.quantize(x, block, drawn, bound)[:2]
+
+
+def _check_sums(operand: Quantized, i: int) -> None:
+    """The sums of a matrix's codes are those of the largest row of each block."""
+    codes, sums = (np.asarray(x[i], np.int32) for x in (operand.codes, operand.sums))
+    codes = np.abs(codes)
+    for index, where in oracle.blocks(codes.shape, operand.block):
+        assert sums[index] == codes[where].sum(1).max()
 
 
 def check_special_layers(quantize: Quantize, dtype: str) -> None:

@@ -26,13 +26,15 @@ from tests.kernels.gemm_cases import CASES, Case
 from tests.kernels.grouped_cases import Case as Experts
 from tests.kernels.mosaic.test_gemm import build_in_parts
 from tests.kernels.quantize_cases import heavy, near, noisy
+from tests.marks import rows_with_first_fast
 
 pytestmark = pytest.mark.gpu
 
 SIDES = (32, 64, 128, 256)
-# Shapes of experts, and the loads of each: a thousand for each implementation.
-SHAPES_OF_EXPERTS, LOADS = 25, 40
 ALL_EXPERTS = grouped_cases.CASES | grouped_cases.ROW_CASES | grouped_cases.SMALL_CASES
+
+
+both = pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 
 
 def ops_of(
@@ -107,15 +109,6 @@ def test_tiles_in_parts_have_the_same_products(monkeypatch, blocks):
     np.testing.assert_array_equal(parts, whole)
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-@pytest.mark.parametrize("blocks", [(1, 128, 128), (1, 128, 1)])
-def test_float8_matmul_has_no_race(implementation, blocks):
-    case = Case((1, 2048, 2048, 2048), blocks, None, "float8_e4m3fn")
-    matmul = ops_of(implementation, blocks, case.dtype).matmul
-    multiply = functools.partial(matmul, dtype=jnp.bfloat16)
-    _check_repeats(multiply, *gemm_cases.operands(case))
-
-
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
 def test_special_float8_quantization(dtype):
     quantize = ops_of("triton", codes="float8_e4m3fn").quantize
@@ -123,57 +116,27 @@ def test_special_float8_quantization(dtype):
         quantize_cases.check(quantize, case)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_matmul_rounds_once(matmul, dtype):
-    gemm_cases.check_rounds_once(matmul, dtype)
-
-
-@pytest.mark.parametrize("name", ["scales of rows", "scales of rows and columns"])
-def test_matmul_with_scales_of_rows_rounds_once(matmul, name):
-    gemm_cases.check_rounds_once(matmul, jnp.bfloat16, name)
-
-
-@pytest.mark.parametrize("blocks", [(1, 128, 128), (1, 128, 1)])
-def test_matmul_with_scales_of_rows_has_no_race(matmul, blocks):
-    args = gemm_cases.operands(Case((1, 2048, 2048, 2048), blocks, None))
-    _check_repeats(functools.partial(matmul, dtype=jnp.bfloat16), *args)
+@pytest.mark.parametrize("name", gemm_cases.CHECKS)
+def test_products(matmul, name):
+    gemm_cases.CHECKS[name](matmul)
 
 
 @pytest.mark.parametrize(
-    ("sign", "sums"), [(1, None), (-1, None), (1, 127.0 * 256), (-1, np.nan)]
+    ("blocks", "fallback", "codes"),
+    [
+        ((128, 128, 128), 0.2, "int8"),
+        ((1, 128, 128), None, "int8"),
+        ((1, 128, 1), None, "int8"),
+        ((1, 128, 128), None, "float8_e4m3fn"),
+        ((1, 128, 1), None, "float8_e4m3fn"),
+    ],
 )
-def test_matmul_largest_sums(matmul, sign, sums):
-    gemm_cases.check_largest_sums(matmul, sign, sums)
-
-
-def test_matmul_largest_sum_at_the_end(matmul):
-    gemm_cases.check_largest_sums(matmul, 1, zero_columns=16)
-
-
-def test_matmul_outlier_with_residual(matmul):
-    gemm_cases.check_outlier_with_residual(matmul)
-
-
-def test_matmul_outlier_scale(matmul):
-    gemm_cases.check_outlier_scale(matmul)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_matmul_extreme_scales(matmul, dtype):
-    gemm_cases.check_extreme_scales(matmul, dtype)
-
-
-def test_matmul_nan_scales(matmul):
-    gemm_cases.check_nan_scales(matmul, (128, 128, 128))
-
-
-def test_matmul_extreme_codes(matmul):
-    gemm_cases.check_extreme_codes(matmul, k=128)
-
-
-def test_matmul_has_no_race(matmul):
-    args = gemm_cases.operands(Case((1, 2048, 2048, 2048), (128, 128, 128), 0.2))
-    _check_repeats(functools.partial(matmul, dtype=jnp.bfloat16), *args)
+@both
+def test_matmul_has_no_race(implementation, blocks, fallback, codes):
+    case = Case((1, 2048, 2048, 2048), blocks, fallback, codes)
+    matmul = ops_of(implementation, blocks, codes).matmul
+    multiply = functools.partial(matmul, dtype=jnp.bfloat16)
+    _check_repeats(multiply, *gemm_cases.operands(case))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +189,11 @@ def _bits(x):
         *quantize_cases.VECTORS,
         quantize_cases.PER_TENSOR,
         *quantize_cases.ROWS,
+        *quantize_cases.ROWS_AND_BLOCKS,
+        *quantize_cases.FLOAT8_BLOCKS,
+        *quantize_cases.FLOAT8_ROWS,
         *quantize_cases.GROUPED,
+        *quantize_cases.GROUPED_FALLBACK,
         *quantize_cases.GATHERED,
         *quantize_cases.NORMS,
         *quantize_cases.GATES,
@@ -236,7 +203,6 @@ def _bits(x):
         *quantize_cases.GRADS_IN_ROWS,
         *quantize_cases.GATES_OF_TILES,
         *quantize_cases.GRADS_OF_TILES,
-        *quantize_cases.WITH_FLOAT8,
     ],
 )
 def test_quantize(case):
@@ -309,7 +275,7 @@ def test_quantization_in_the_product_has_no_race(quantization):
     _check_repeats(multiply, *quantize_matmul_cases.operands(case))
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@both
 @pytest.mark.parametrize("seed", range(10))
 def test_small_problems(implementation, seed):
     """Each of 20 random shapes runs as a batch of 500 problems.
@@ -370,7 +336,7 @@ def test_threshold(name, size):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ALL_EXPERTS)
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@both
 def test_products_of_groups_match_float64(implementation, name, dtype):
     case = ALL_EXPERTS[name]
     ops = ops_of(implementation, case.blocks, case.dtype, grouped=True)
@@ -382,12 +348,12 @@ def test_products_of_groups_match_float64(implementation, name, dtype):
     grouped_cases.check_contract(ops.contract, case, dtype, tolerance)
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@both
 def test_nan_stays_in_its_group(implementation):
     grouped_cases.check_nan_stays_in_its_group(ops_of(implementation))
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@both
 def test_products_of_groups_have_no_race(implementation):
     ops = ops_of(implementation)
     sizes = 700, 0, 128, 1, 2000, 259
@@ -403,7 +369,7 @@ def test_products_of_groups_have_no_race(implementation):
     _check_repeats(contract, lhs_columns, grad_columns, groups)
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@both
 def test_experts_in_a_rematerialized_scan(implementation):
     """Y and all gradients, with several loads in one program."""
     ops_of(implementation)
@@ -439,20 +405,16 @@ def test_experts_in_a_rematerialized_scan(implementation):
     assert step._cache_size() == 2
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_experts(implementation, seed):
-    _check_random_experts(implementation, seed, loads=8)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-@pytest.mark.parametrize("seed", range(SHAPES_OF_EXPERTS))
-def test_many_random_experts(implementation, seed):
-    _check_random_experts(implementation, 1000 + seed, LOADS)
-
-
-def _check_random_experts(implementation, seed, loads):
+# A thousand loads of each implementation.
+@both
+@pytest.mark.parametrize(
+    ("seed", "loads"),
+    rows_with_first_fast(
+        [*[(seed, 8) for seed in range(3)], *[(1000 + seed, 40) for seed in range(25)]],
+        3,
+    ),
+)
+def test_random_experts(implementation, seed, loads):
     side = 128 if implementation == "mosaic" else 32
     ops = ops_of(implementation, (side,) * 3)
     grouped_cases.check_random_problems(ops, ops_of("reference"), seed, loads, side)

@@ -28,30 +28,28 @@ def map_of(speedup, shapes=SHAPES):
     return SpeedMap("Some GPU", "triton", {"block": by_shape, "fallback": half})
 
 
-@pytest.mark.parametrize("sizes", [(64, 64, 64), (256, 64, 1024), (4096, 1024, 1024)])
-def test_measured_shapes_are_predicted_exactly(sizes):
-    assert map_of(power).predict("block", sizes) == pytest.approx(power(*sizes))
-    assert map_of(power).predict("fallback", sizes) == pytest.approx(power(*sizes) / 2)
-
-
-@pytest.mark.parametrize("sizes", [(100, 64, 64), (300, 77, 500), (4000, 1000, 70)])
-def test_logarithms_are_interpolated(sizes):
-    assert map_of(power).predict("block", sizes) == pytest.approx(power(*sizes))
-
-
-def test_a_layer_and_the_one_back_are_alike():
-    found = map_of(power)
-    assert found.predict("block", (99, 80, 700)) == pytest.approx(
-        found.predict("block", (99, 700, 80))
-    )
-
-
 @pytest.mark.parametrize(
-    ("sizes", "end"),
-    [((1, 1, 64), (64, 64, 64)), ((10**6, 64, 10**5), (4096, 64, 1024))],
+    ("sizes", "same"),
+    [
+        *[
+            (shape, shape)
+            for shape in [(64, 64, 64), (256, 64, 1024), (4096, 1024, 64)]
+        ],
+        *[
+            (shape, shape)
+            for shape in [(100, 64, 64), (300, 77, 500), (4000, 1000, 70)]
+        ],
+        # Beyond the map, a size counts as its end.
+        ((1, 1, 64), (64, 64, 64)),
+        ((10**6, 64, 10**5), (4096, 64, 1024)),
+    ],
 )
-def test_sizes_beyond_the_map_count_as_its_ends(sizes, end):
-    assert map_of(power).predict("block", sizes) == pytest.approx(power(*end))
+def test_logarithms_are_interpolated(sizes, same):
+    """Layers ``(K, N)`` and ``(N, K)`` are alike."""
+    found, (M, K, N) = map_of(power), sizes
+    for shape in (sizes, (M, N, K)):
+        assert found.predict("block", shape) == pytest.approx(power(*same))
+        assert found.predict("fallback", shape) == pytest.approx(power(*same) / 2)
 
 
 def test_a_prediction_lies_between_its_neighbours():

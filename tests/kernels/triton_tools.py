@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: run by Triton's interpreter, or compiled.
+"""Triton kernels without a GPU, run by Triton's interpreter.
 
 To interpret kernels, ``fbq_jax.kernels.triton`` is reloaded with another ``launch``,
 because Triton decides at the definition of a kernel whether it is interpreted.
@@ -22,8 +22,6 @@ from triton.runtime import interpreter
 
 from fbq_jax import kernels
 from fbq_jax.kernels import reference, rounding  # noqa: F401 (stay when others go)
-from tests import compile_tools
-from tests.compile_tools import CompiledKernel
 from tests.kernels import ptx
 
 PACKAGE = "fbq_jax.kernels.triton"
@@ -38,14 +36,6 @@ def interpreted(name: str) -> types.ModuleType:
     array.  A write outside an array fails.
     """
     return _load(name, _interpret, interpret=True)
-
-
-def compile_kernels(
-    name: str, function: str, *args: Any, capability: int, **kwargs: Any
-) -> list[CompiledKernel]:
-    """Compiles what ``fbq_jax.kernels.triton.<name>.<function>`` launches."""
-    op = getattr(importlib.import_module(f"{PACKAGE}.{name}"), function)
-    return compile_tools.compile_kernels(op, *args, capability=capability, **kwargs)
 
 
 def _load(name: str, launch: Callable[..., Any], *, interpret: bool) -> Any:

@@ -15,7 +15,6 @@ from examples.llama.hf.families import FAMILIES
 from examples.llama.hf.files import (
     CONFIG,
     CheckpointError,
-    Stored,
     check_new,
     new_folder,
     open_tensors,
@@ -69,7 +68,11 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
     quantized = {} if scheme is None else scheme.find(found)
     found = found.difference(*quantized.values()) | quantized.keys()
     if config.tie_embeddings and {TABLE, HEAD} <= found:
-        _check_tied(folder, tensors)
+        if not np.array_equal(tensors[TABLE].read(), tensors[HEAD].read()):
+            raise CheckpointError(
+                f"{folder}: {HEAD} differs from {TABLE}, but {CONFIG} says "
+                "tie_word_embeddings"
+            )
         found.remove(HEAD)
     _check_names(folder, expected, found)
     for name in sorted(found):
@@ -104,11 +107,11 @@ def save(
 ) -> None:
     """Writes a float32 checkpoint that `load` and transformers can read.
 
-    The folder appears when it is complete. ``dtype``, ``remat``, ``unroll`` and
-    ``saved_bits`` are not stored.
+    The folder, a new or an empty one, appears when it is complete. ``dtype``,
+    ``remat``, ``unroll`` and ``saved_bits`` are not stored.
 
     Args:
-        folder: The folder to write. It must not exist or must be empty.
+        folder: The folder to write.
         config: The configuration of the model.
         params: The parameters of ``Llama(config)``, float32 arrays.
         like: The folder of a checkpoint that provides the family, the ids of special
@@ -123,7 +126,14 @@ def save(
     folder = Path(folder)
     check_new(folder)
     flat = flax.traverse_util.flatten_dict(dict(params), sep="/")
-    _check_parameters(config, flat)
+    shapes = parameter_shapes(config)
+    _check_names("params", shapes, flat)
+    for path, shape in shapes.items():
+        if flat[path].shape != shape or flat[path].dtype != jnp.float32:
+            raise CheckpointError(
+                f"params: {path} takes float32 {shape}, "
+                f"got {flat[path].dtype} {flat[path].shape}"
+            )
     stored = config_json(config, like)
     host = {path: np.asarray(array) for path, array in flat.items()}
     views = tensor_views(config, FAMILIES[stored["model_type"]], host)
@@ -185,26 +195,6 @@ def _fill(view: TensorView, tensor: np.ndarray, name: str) -> None:
         for start in range(0, part.shape[-2], _ROWS_PER_COPY):
             rows = slice(start, start + _ROWS_PER_COPY)
             part[..., rows, :] = piece[..., rows, :]
-
-
-def _check_tied(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Checks that a shared table stored under two names is the same."""
-    if not np.array_equal(tensors[TABLE].read(), tensors[HEAD].read()):
-        raise CheckpointError(
-            f"{folder}: {HEAD} differs from {TABLE}, but {CONFIG} says "
-            "tie_word_embeddings"
-        )
-
-
-def _check_parameters(config: LlamaConfig, flat: Mapping[str, Any]) -> None:
-    shapes = parameter_shapes(config)
-    _check_names("params", shapes, flat)
-    for path, shape in shapes.items():
-        if flat[path].shape != shape or flat[path].dtype != jnp.float32:
-            raise CheckpointError(
-                f"params: {path} takes float32 {shape}, "
-                f"got {flat[path].dtype} {flat[path].shape}"
-            )
 
 
 def _check_names(where: object, expected: Iterable[str], found: Iterable[str]) -> None:

@@ -9,12 +9,7 @@ from typing import Any
 from examples.llama.hf.families import FAMILIES, Family
 from examples.llama.hf.files import CONFIG, CheckpointError
 from examples.llama.model_config import LlamaConfig
-from examples.llama.rope_scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    YarnScaling,
-)
+from examples.llama.rotary import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 Json = Mapping[str, Any]
 
@@ -45,8 +40,8 @@ _SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScali
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # The fields of LlamaConfig that config.json does not store, and those that only count
 # through the kinds of layers and the scale of scores.
-_NUMERICS = ("dtype", "remat", "unroll", "saved_bits")
-_INDIRECT = (
+_NOT_COMPARED = (
+    *("dtype", "remat", "unroll", "saved_bits"),
     *("rope_theta", "rope_scaling", "local_rope_theta", "nope_layers"),
     *("sliding_window", "sliding_layers", "query_pre_attn_scalar"),
 )
@@ -105,10 +100,10 @@ def to_json(config: LlamaConfig, family: Family | None = None) -> dict[str, Any]
 def _read(family: Family, stored: Json, tensors: int) -> LlamaConfig:
     rope, local_theta = _rope(family, stored)
     _check_supported(family, stored, rope)
-    fields = {name: stored.get(key) for name, key in _FIELDS.items()}
-    if fields["num_kv_heads"] is None:
+    keys = {**_FIELDS, **family.keys}
+    fields = {name: stored.get(key) for name, key in keys.items()}
+    if stored.get("num_key_value_heads") is None:
         fields["num_kv_heads"] = fields["num_heads"]
-    fields |= {name: stored.get(key) for name, key in family.keys.items()}
     config = LlamaConfig(
         **{**fields, **family.settings},
         rope_theta=rope.get("rope_theta", 10000.0),
@@ -123,8 +118,9 @@ def _read(family: Family, stored: Json, tensors: int) -> LlamaConfig:
             raise ValueError(
                 f"asks for {number} {things}, the checkpoint has {tensors} tensors"
             )
-    nope = _nope_layers(stored, config.num_layers) if family.nope else ()
-    slides = _sliding_layers(family, stored, config.num_layers, nope)
+    layers = range(config.num_layers)
+    nope = _nope_layers(stored, layers) if family.nope else ()
+    slides = _sliding_layers(family, stored, layers, nope)
     every = len(slides) == config.num_layers
     return dataclasses.replace(
         config,
@@ -156,69 +152,56 @@ def _check_supported(family: Family, stored: Json, rope: Json) -> None:
             raise ValueError(f"{key} takes an integer, got None")
 
 
-def _layer_list(stored: Json, key: str, layers: int, values: tuple[Any, ...]) -> list:
+def _layer_list(stored: Json, key: str, layers: range, values: tuple[Any, ...]) -> Any:
     """A list in config.json with one of the values for each layer."""
     listed = stored[key]
-    if (
-        not isinstance(listed, list)
-        or len(listed) != layers
-        or any(value not in values for value in listed)
-    ):
-        accepted = " or ".join(map(repr, values))
+    is_list = isinstance(listed, list) and len(listed) == len(layers)
+    if not is_list or any(value not in values for value in listed):
         raise ValueError(
-            f"{key} takes {accepted} for each of the {layers} layers, got "
-            f"{reprlib.repr(listed)}"
+            f"{key} takes {' or '.join(map(repr, values))} for each of the "
+            f"{len(layers)} layers, got {reprlib.repr(listed)}"
         )
     return listed
 
 
-def _nope_layers(stored: Json, layers: int) -> tuple[int, ...]:
+def _nope_layers(stored: Json, layers: range) -> tuple[int, ...]:
     if stored.get("no_rope_layers") is None:
         interval = _integer(stored, "no_rope_layer_interval", 1)
-        return tuple(range(interval - 1, layers, interval))
+        return tuple(layers[interval - 1 :: interval])
     rotates = _layer_list(stored, "no_rope_layers", layers, (0, 1))
-    return tuple(layer for layer in range(layers) if not rotates[layer])
+    return tuple(layer for layer in layers if not rotates[layer])
 
 
 def _sliding_layers(
-    family: Family, stored: Json, layers: int, nope: tuple[int, ...]
+    family: Family, stored: Json, layers: range, nope: tuple[int, ...]
 ) -> tuple[int, ...]:
-    if stored.get("layer_types") is None:
-        return _unlisted(family, stored, layers, nope)
+    """The layers with a sliding window: as listed, or as the family has them."""
     kinds: tuple[str, ...] = (_FULL, _SLIDING)
-    if not family.layer_types:  # transformers does not read them
-        slides = _unlisted(family, stored, layers, nope)
-        kinds = (_SLIDING if slides else _FULL,)
+    is_listed = stored.get("layer_types") is not None
+    if not (is_listed and family.layer_types):
+        slides: tuple[int, ...] = ()
+        match None if _window(family, stored) is None else family.window:
+            case "every" | "switched":
+                slides = tuple(layers)
+            case "unrotated":
+                slides = nope
+            case "last":
+                slides = tuple(layers[_integer(stored, "max_window_layers", 0) :])
+            case "pattern":
+                n = _integer(stored, "sliding_window_pattern", 1)
+                slides = tuple(layer for layer in layers if (layer + 1) % n)
+        if not is_listed:
+            return slides
+        kinds = (_SLIDING if slides else _FULL,)  # transformers does not read the list
     listed = _layer_list(stored, "layer_types", layers, kinds)
-    return tuple(layer for layer in range(layers) if listed[layer] == _SLIDING)
-
-
-def _unlisted(
-    family: Family, stored: Json, layers: int, nope: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The layers with a sliding window where config.json does not list them."""
-    if family.window == "none" or _window(family, stored) is None:
-        return ()
-    if family.window == "unrotated":
-        return nope
-    if family.window == "last":
-        return tuple(range(_integer(stored, "max_window_layers", 0), layers))
-    if family.window == "pattern":
-        n = _integer(stored, "sliding_window_pattern", 1)
-        return tuple(layer for layer in range(layers) if (layer + 1) % n)
-    return tuple(range(layers))
+    return tuple(layer for layer in layers if listed[layer] == _SLIDING)
 
 
 def _window(family: Family, stored: Json) -> Any:
     """The width of the sliding window; None if the model has none."""
-    if _has_switch(family) and not stored.get("use_sliding_window"):
+    if family.has_switch and not stored.get("use_sliding_window"):
         return None
     return stored.get("sliding_window")
-
-
-def _has_switch(family: Family) -> bool:
-    """Whether a sliding window needs ``use_sliding_window``."""
-    return family.window in ("switched", "last", "unrotated")
 
 
 def _integer(stored: Json, key: str, lowest: int) -> int:
@@ -235,19 +218,16 @@ def _rope(family: Family, stored: Json) -> tuple[dict[str, Any], float | None]:
     # transformers 5 stores in rope_parameters what older versions store at the top.
     rope_keys = ("rope_theta", "partial_rotary_factor")
     rope = {key: stored[key] for key in rope_keys if key in stored}
-    if (local_key := family.local_rope_key) is None:
-        for key in ("rope_scaling", "rope_parameters"):
-            rope |= (entries := _object(stored, key))
-            if not entries.keys().isdisjoint((_FULL, _SLIDING)):
-                raise ValueError(
-                    f"{key} takes one rotation for all layers of a {family.model_type}"
-                )
-        return rope, None
-    local = {"rope_theta": stored[local_key]}
+    local_key = family.local_rope_key
+    local = {"rope_theta": None if local_key is None else stored[local_key]}
     for key in ("rope_scaling", "rope_parameters"):
         entries = _object(stored, key)
         if entries.keys().isdisjoint((_FULL, _SLIDING)):
             entries = {_FULL: entries}
+        elif local_key is None:
+            raise ValueError(
+                f"{key} takes one rotation for all layers of a {family.model_type}"
+            )
         rope |= _object(entries, _FULL)
         local |= _object(entries, _SLIDING)
     if _rope_type(local) != "default" or local.get("partial_rotary_factor", 1.0) != 1.0:
@@ -255,7 +235,7 @@ def _rope(family: Family, stored: Json) -> tuple[dict[str, Any], float | None]:
             f"rope_parameters takes the default rotation for {_SLIDING}, got "
             f"{reprlib.repr(local)}"
         )
-    if local["rope_theta"] is None:
+    if local_key is not None and local["rope_theta"] is None:
         raise ValueError(f"{local_key} takes a number, got None")
     return rope, local["rope_theta"]
 
@@ -286,11 +266,9 @@ def _rope_scaling(family: Family, stored: Json, rope: Json) -> RopeScaling | Non
             raise ValueError(
                 "mscale and mscale_all_dim are not supported: set attention_factor"
             )
-        original = {
-            "original_max_position_embeddings": stored["max_position_embeddings"]
-        }
-        entries = {"truncate": True, **original, **rope}
-        entries["beta_fast"] = rope.get("beta_fast") or 32.0
+        context = stored["max_position_embeddings"]
+        entries = {"original_max_position_embeddings": context, "truncate": True}
+        entries |= {**rope, "beta_fast": rope.get("beta_fast") or 32.0}
         entries["beta_slow"] = rope.get("beta_slow") or 1.0
     names = (field.name for field in dataclasses.fields(scaling))
     factors: dict[str, Any] = {name: entries.get(name) for name in names}
@@ -320,7 +298,7 @@ def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     kinds = config.layer_kinds()
     if family.window != "none":
         stored["sliding_window"] = config.sliding_window
-    if _has_switch(family):
+    if family.has_switch:
         stored["use_sliding_window"] = config.sliding_window is not None
     if family.layer_types:
         types = [_FULL if kind.window is None else _SLIDING for kind in kinds]
@@ -339,11 +317,12 @@ def _lacking(config: LlamaConfig, stored: Json) -> str | None:
         described = from_json(stored, Path(CONFIG), tensors)
     except CheckpointError as error:
         return f"settings ({error})"
+    names = [field.name for field in dataclasses.fields(config)]
     differing = [
-        field.name
-        for field in dataclasses.fields(config)
-        if field.name not in (*_NUMERICS, *_INDIRECT)
-        and getattr(described, field.name) != getattr(config, field.name)
+        name
+        for name in names
+        if name not in _NOT_COMPARED
+        and getattr(described, name) != getattr(config, name)
     ]
     if described.layer_kinds() != config.layer_kinds():
         differing.append("kinds of layers")

@@ -76,15 +76,8 @@ def export(
 
     The codes of projections are those of ``fbq_jax.freeze``; all other parameters are
     in ``model.config.dtype``. The format "gguf" writes the file model-Q8_0.gguf, every
-    other one a checkpoint of transformers. Arguments and errors are those of `save` and
-    `check_exportable`.
-
-    Args:
-        folder: The folder to write.
-        name: One of ``fbq_jax.export.FORMATS``.
-        model: The model that was trained.
-        variables: Its variables, before or after ``fbq_jax.freeze``.
-        like: As for `save`.
+    other one a checkpoint of transformers. ``variables`` are those before or after
+    ``freeze``. Other arguments and errors are those of `save` and `check_exportable`.
     """
     folder, config = Path(folder), model.config
     check_new(folder)

@@ -98,10 +98,8 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist; {_INDEX} lists it")
         held = _open(file)
-        if (
-            missing := {t for t in weight_map if weight_map[t] == file.name}
-            - held.keys()
-        ):
+        missing = {t for t in weight_map if weight_map[t] == file.name} - held.keys()
+        if missing:
             raise CheckpointError(f"{file} lacks {min(missing)}, see the index")
         own = (name for name in held if weight_map.get(name, file.name) == file.name)
         found |= {name: held[name] for name in own}
@@ -151,22 +149,20 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes the weights of a checkpoint: one file, or shards and their index."""
     shards: list[dict[str, np.ndarray]] = [{}]
-    size = 0
+    size = total = 0
     for name, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > _SHARD_BYTES:
             shards.append({})
             size = 0
         shards[-1][name] = np.ascontiguousarray(tensor)
-        size += tensor.nbytes
+        size, total = size + tensor.nbytes, total + tensor.nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = WEIGHTS
-        if len(shards) > 1:
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        weight_map |= dict.fromkeys(shard, file if len(shards) > 1 else WEIGHTS)
         # transformers rejects weights without this metadata.
-        safetensors.numpy.save_file(shard, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
+        path = folder / weight_map[next(iter(shard))]
+        safetensors.numpy.save_file(shard, path, {"format": "pt"})
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -7,7 +7,7 @@ compute otherwise.
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from examples.llama.hf.families import Family
 from examples.llama.hf.gguf_tokenizer import add_tokenizer, read_tokenizer
 from examples.llama.model_config import LlamaConfig
-from examples.llama.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from examples.llama.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from fbq_jax.export import ExportError
 
 # The architectures that rotate channel 2i with channel 2i + 1, where transformers has
@@ -41,8 +41,7 @@ def check(config: LlamaConfig, family: Family, like: str | Path | None) -> None:
     Raises:
         ExportError: llama.cpp would compute something else.
     """
-    problems = [text for text, is_one in _problems(config, family.gguf) if is_one]
-    if problems:
+    if problems := list(_problems(config, family.gguf)):
         raise ExportError(f"llama.cpp's {family.gguf} {', and '.join(problems)}")
     if like is not None:
         read_tokenizer(Path(like), config.vocab_size)
@@ -87,62 +86,45 @@ def write(
         writer.write_tensors_to_file()
 
 
-def _problems(config: LlamaConfig, architecture: str) -> list[tuple[str, bool]]:
-    """What the architecture does, and whether the model does otherwise."""
+def _problems(config: LlamaConfig, architecture: str) -> Iterator[str]:
+    """What the architecture does, where the model does otherwise."""
     layers, scaling = range(config.num_layers), config.rope_scaling
     n = _WINDOW_INTERVAL.get(architecture, 1)
     windows = [kind.window or np.inf for kind in config.layer_kinds()]
     slides = [window < config.max_seq_len for window in windows]
-    every_nth = [bool((layer + 1) % n) for layer in layers]
-    window = "no sliding windows"
-    if n > 1:
-        window = f"sliding windows in all layers but {n}, {2 * n}, ..."
+    if any(slides) and slides != [bool((layer + 1) % n) for layer in layers]:
+        every_nth = f"has sliding windows in all layers but {n}, {2 * n}, ..."
+        yield every_nth if n > 1 else "has no sliding windows"
     interval = _NOPE_INTERVAL.get(architecture, config.num_layers + 1)
-    nope = tuple(layers[interval - 1 :: interval])
-    width = config.head_dim
+    if config.nope_layers != (nope := tuple(layers[interval - 1 :: interval])):
+        yield f"rotates in all layers but {nope}, not {config.nope_layers}"
     shared = config.hidden_size // config.num_heads
-    if config.num_layers == _LARGEST.get(architecture):
-        width = shared
-    gemma2 = architecture == "gemma2"
-    caps = config.attn_softcap is None or config.logit_softcap is None
-    yarn = isinstance(scaling, YarnScaling)
-    return [
-        (f"has {window}", any(slides) and slides != every_nth),
-        (
-            f"rotates in all layers but {nope}, not {config.nope_layers}",
-            config.nope_layers != nope,
-        ),
-        (
-            "has heads of hidden_size / heads channels",
-            architecture in _SHARED_WIDTH
-            and config.head_dim * config.num_heads != config.hidden_size,
-        ),
-        (
-            f"divides scores by sqrt({width})",
-            not np.isclose(config.score_scale(), width**-0.5),
-        ),
-        ("caps scores and logits", gemma2 and caps),
-        ("shares the embeddings with the head", gemma2 and not config.tie_embeddings),
-        (
-            "divides the weights of a token's experts by their sum",
-            config.num_experts is not None and not config.renormalize,
-        ),
-        (
-            "does not scale RoPE as Llama 3 does",
-            isinstance(scaling, Llama3Scaling) and architecture != "llama",
-        ),
-        ("does not scale RoPE as YaRN does", yarn and n > 1),
-        (
-            "takes YaRN without settings beside its factor and context",
-            isinstance(scaling, YarnScaling) and scaling != _usual_yarn(scaling),
-        ),
-    ]
-
-
-def _usual_yarn(scaling: YarnScaling) -> YarnScaling:
-    """The YaRN that llama.cpp computes: the paper's with this factor and context."""
-    original = scaling.original_max_position_embeddings
-    return YarnScaling(factor=scaling.factor, original_max_position_embeddings=original)
+    heads = config.head_dim * config.num_heads
+    if architecture in _SHARED_WIDTH and heads != config.hidden_size:
+        yield "has heads of hidden_size / heads channels"
+    is_largest = config.num_layers == _LARGEST.get(architecture)
+    width = shared if is_largest else config.head_dim
+    if not np.isclose(config.score_scale(), width**-0.5):
+        yield f"divides scores by sqrt({width})"
+    if architecture == "gemma2":
+        if config.attn_softcap is None or config.logit_softcap is None:
+            yield "caps scores and logits"
+        if not config.tie_embeddings:
+            yield "shares the embeddings with the head"
+    if config.num_experts is not None and not config.renormalize:
+        yield "divides the weights of a token's experts by their sum"
+    if isinstance(scaling, Llama3Scaling) and architecture != "llama":
+        yield "does not scale RoPE as Llama 3 does"
+    if isinstance(scaling, YarnScaling):
+        if n > 1:
+            yield "does not scale RoPE as YaRN does"
+        context = scaling.original_max_position_embeddings
+        # The paper's, with this factor and context.
+        usual = YarnScaling(
+            factor=scaling.factor, original_max_position_embeddings=context
+        )
+        if scaling != usual:
+            yield "takes YaRN without settings beside its factor and context"
 
 
 def _add_sizes(writer: Any, config: LlamaConfig) -> None:

@@ -47,9 +47,8 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Json | None:
         return None
     file = folder / TOKENIZER
     stored = read_json(file)
-    if stored["model"]["type"] != "BPE" or not (
-        _is_sentencepiece(stored) or _split_of(stored) is not None
-    ):
+    known = _is_sentencepiece(stored) or _split_of(stored) is not None
+    if stored["model"]["type"] != "BPE" or not known:
         raise ExportError(
             f"{file}: llama.cpp's tokenizers are not known to read this one; export "
             "takes BPE with SentencePiece's spaces and bytes, or with the splits of "
@@ -111,15 +110,19 @@ def _split_of(stored: Json) -> str | None:
     normalizer = (stored.get("normalizer") or {}).get("type")
     if last.get("type") != "ByteLevel" or normalizer not in (None, "NFC"):
         return None
-    if last.get("add_prefix_space") or len(before) > 1:
-        return None
-    split = None
-    for step in before:
-        kind = step.get("type"), step.get("behavior"), step.get("individual_digits")
-        known = {("Split", "Isolated", None): step.get("pattern", {}).get("Regex", "")}
-        split = (known | {("Digits", None, True): "digits"}).get(kind, "")
+    split: str | None = None
+    match before:
+        case []:
+            pass
+        case [{"type": "Digits", "individual_digits": True}]:
+            split = "digits"
+        case [{"type": "Split", "behavior": "Isolated", "pattern": {"Regex": split}}]:
+            pass
+        case _:
+            return None
     # ByteLevel's own expression follows digits, but no other expression.
-    if last.get("use_regex", True) != (split in (None, "digits")):
+    own = last.get("use_regex", True)
+    if last.get("add_prefix_space") or own != (split in (None, "digits")):
         return None
     return _SPLITS.get((split, bool(stored["model"].get("ignore_merges"))))
 

@@ -55,49 +55,43 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
     entry = stored.get("quantization_config")
     if entry is None:
         return None
-    scheme = (_blockwise(entry) or _packed(entry)) if isinstance(entry, dict) else None
-    if scheme is None:
-        raise CheckpointError(
-            f"{file}: quantization_config is {reprlib.repr(entry)}, supported are the "
-            "entries that --export writes: blockwise_int8 with weight_block_size, and "
-            "compressed-tensors with symmetric groups of 8 bits in pack-quantized"
-        )
-    return scheme
+    parts: dict[str, tuple[str, ...]]
+    match entry:
+        # SGLang's format: int8 codes and a float32 scale per block.
+        case {"quant_method": "blockwise_int8", "weight_block_size": [n, k]} if (
+            _are_sizes(n, k)
+        ):
+            parts = {"": ("I8",), "_scale_inv": ("F32",)}
+            dequantize = functools.partial(_multiply, (n, k))
+            return Scheme("blockwise_int8", parts, dequantize)
+        # Codes of 8 bits, four in an int32, and a scale per group.
+        case {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {**groups},
+        } if len(groups) == 1:
+            match next(iter(groups.values())):
+                case {
+                    "weights": {
+                        "num_bits": 8,
+                        "type": "int",
+                        "symmetric": True,
+                        "strategy": "group",
+                        "group_size": group,
+                    } as weights
+                } if _are_sizes(group) and not weights.get("actorder"):
+                    parts = {"_packed": ("I32",), "_scale": FLOATS, "_shape": ("I64",)}
+                    dequantize = functools.partial(_unpack, group)
+                    return Scheme("compressed-tensors", parts, dequantize)
+    raise CheckpointError(
+        f"{file}: quantization_config is {reprlib.repr(entry)}, supported are the "
+        "entries that --export writes: blockwise_int8 with weight_block_size, and "
+        "compressed-tensors with symmetric groups of 8 bits in pack-quantized"
+    )
 
 
-def _blockwise(entry: Mapping[str, Any]) -> Scheme | None:
-    """SGLang's ``blockwise_int8``: int8 codes and a float32 scale per block."""
-    name, block = "blockwise_int8", entry.get("weight_block_size")
-    if entry.get("quant_method") != name or not isinstance(block, list):
-        return None
-    if len(block) != 2 or not all(map(_is_size, block)):
-        return None
-    parts = {"": ("I8",), "_scale_inv": ("F32",)}
-    return Scheme(name, parts, functools.partial(_multiply, tuple(block)))
-
-
-def _packed(entry: Mapping[str, Any]) -> Scheme | None:
-    """compressed-tensors: codes of 8 bits, four in an int32, and a scale per group."""
-    name, groups = "compressed-tensors", entry.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        return None
-    (group,) = groups.values()
-    weights = group.get("weights") if isinstance(group, dict) else None
-    expected = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group"}
-    if (
-        (entry.get("quant_method"), entry.get("format")) != (name, "pack-quantized")
-        or not isinstance(weights, dict)
-        or any(weights.get(key) != value for key, value in expected.items())
-        or weights.get("actorder")
-        or not _is_size(weights.get("group_size"))
-    ):
-        return None
-    parts = {"_packed": ("I32",), "_scale": FLOATS, "_shape": ("I64",)}
-    return Scheme(name, parts, functools.partial(_unpack, weights["group_size"]))
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value > 0
+def _are_sizes(*values: Any) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
 
 
 def _multiply(
@@ -117,6 +111,5 @@ def _unpack(
     if packed.shape != (n, -(-k // 4)):
         raise ValueError(f"takes codes {(n, -(-k // 4))}, got {packed.shape}")
     unsigned = np.ascontiguousarray(packed).astype("<i4").view(np.uint8)
-    return _multiply(
-        (1, group), (unsigned ^ np.uint8(128)).view(np.int8)[:, :k], scales
-    )
+    codes = (unsigned ^ np.uint8(128)).view(np.int8)[:, :k]
+    return _multiply((1, group), codes, scales)

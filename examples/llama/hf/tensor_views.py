@@ -87,9 +87,8 @@ def tensor_views(
                 tensor = name.format(*index)
                 # Tensors of one name are one tensor.
                 (size, *_), parts = views.get(tensor, ((0,), ()))
-                views[tensor] = TensorView(
-                    (size + shape[0], *shape[1:]), (*parts, view)
-                )
+                rows = (size + shape[0], *shape[1:])
+                views[tensor] = TensorView(rows, (*parts, view))
             start += width
     return views
 
@@ -104,6 +103,4 @@ def _columns(config: LlamaConfig, path: str, width: int) -> tuple[int, tuple[int
     if path.startswith("layers/attention/qkv/dense/"):
         kv_heads, dim = config.num_kv_heads, config.head_dim
         return kv_heads, (config.num_heads // kv_heads * dim, dim, dim)
-    if path.endswith("gate_up/kernel"):
-        return 1, (width // 2, width // 2)
-    return 1, (width,)
+    return 1, (width // 2,) * 2 if path.endswith("gate_up/kernel") else (width,)

@@ -7,12 +7,12 @@ import json
 import jax
 import pytest
 
-from examples.llama.bench import __main__ as llama
+from experiments.bench import __main__ as llama
 from fbq_jax.bench import __main__ as library
 from fbq_jax.bench import cli, measure, report, results
 from tests.fbq_jax.bench.tools import some_rows
 
-PROGRAMS = {"fbq_jax.bench": library, "examples.llama.bench": llama}
+PROGRAMS = {"fbq_jax.bench": library, "experiments.bench": llama}
 
 
 @pytest.fixture
@@ -82,43 +82,42 @@ def test_a_section_that_needs_too_much_memory_says_so(
     assert set(results.load(out)) == set(library.SECTIONS) - {"gemm"}
 
 
+WHOLE = [(4096, 4096, 4096), (8192, 8192, 8192)]
+HALF = [(2048, 2048, 2048), (4096, 4096, 4096)]
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("options", "shapes"),
+    ("options", "shapes", "file"),
     [
-        ([], [(4096, 4096, 4096), (8192, 8192, 8192)]),
-        (["--quick"], [(2048, 2048, 2048), (4096, 4096, 4096)]),
-        (["--quick", "--shape", "7,8,9", "--shape", "1,2,3"], [(7, 8, 9), (1, 2, 3)]),
+        ([], WHOLE, "bench-cpu.json"),
+        (["--quick"], HALF, "bench-cpu-partial.json"),
+        (["--quick", "--out", "bench.json"], HALF, "bench.json"),
+        (["--shape", "7,8,9"], [(7, 8, 9)], "bench-cpu-partial.json"),
+        (
+            ["--quick", "--shape", "7,8,9", "--shape", "1,2,3"],
+            [(7, 8, 9), (1, 2, 3)],
+            "bench-cpu-partial.json",
+        ),
     ],
 )
-def test_the_shapes_that_are_measured(options, shapes, tmp_path, monkeypatch):
+def test_the_shapes_that_are_measured(options, shapes, file, tmp_path, monkeypatch):
+    """Fewer sizes have a file of their own."""
+
     def rows(measured, **_):
         assert list(measured) == shapes
         return some_rows()
 
     monkeypatch.setattr(importlib.import_module("fbq_jax.bench.gemm"), "rows", rows)
-    out = ["--out", str(tmp_path / "bench.json")]
-    assert library.main(["gemm", "--implementation", "reference", *out, *options]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert library.main(["gemm", "--implementation", "reference", *options]) == 0
+    assert [found.name for found in tmp_path.iterdir()] == [file]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_failed_measurement_is_one_line_and_status_1(tmp_path, monkeypatch, capsys):
-    def rows(*_, **__):
-        yield some_rows()[0]
-        measure.require(1.0, 0.1, "it")
-
-    monkeypatch.setattr(importlib.import_module("fbq_jax.bench.gemm"), "rows", rows)
-    out = tmp_path / "bench.json"
-    command = ["gemm", "--implementation", "reference", "--out", str(out)]
-    assert library.main(command) == 1
-    assert capsys.readouterr().err.startswith("fbq_jax.bench: it is wrong: its error")
-    assert [file.name for file in tmp_path.iterdir()] == ["bench.json.gemm.part"]
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("error", [measure.UnsupportedError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [measure.WrongResultError("no"), KeyboardInterrupt()])
 def test_a_stored_section_stays_until_the_new_one_is_complete(
-    error, tmp_path, monkeypatch
+    error, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "bench.json"
     command = ["gemm", "--implementation", "reference", "--out", str(out)]
@@ -136,6 +135,7 @@ def test_a_stored_section_stays_until_the_new_one_is_complete(
     monkeypatch.setattr(gemm, "rows", rows)
     with contextlib.suppress(KeyboardInterrupt):
         assert library.main(command) == 1
+        assert capsys.readouterr().err == "fbq_jax.bench: no\n"
     assert results.load(out)["gemm"]["rows"] == some_rows("gemm")
     part = tmp_path / "bench.json.gemm.part"
     assert results.load(part)["gemm"]["rows"] == some_rows("new")[:1]
@@ -143,23 +143,6 @@ def test_a_stored_section_stays_until_the_new_one_is_complete(
     assert library.main(command) == 0
     assert results.load(out)["gemm"]["rows"] == some_rows("new")
     assert list(tmp_path.iterdir()) == [out]
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("options", "file"),
-    [
-        (["gemm"], "bench-cpu.json"),
-        (["gemm", "--quick"], "bench-cpu-partial.json"),
-        (["gemm", "--shape", "7,8,9"], "bench-cpu-partial.json"),
-        (["all", "--quick"], "bench-cpu-partial.json"),
-        (["gemm", "--quick", "--out", "bench.json"], "bench.json"),
-    ],
-)
-def test_fewer_sizes_have_a_file_of_their_own(options, file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert library.main([*options, "--implementation", "reference"]) == 0
-    assert [found.name for found in tmp_path.iterdir()] == [file]
 
 
 @pytest.mark.usefixtures("gpu")

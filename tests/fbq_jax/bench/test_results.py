@@ -54,6 +54,22 @@ def test_table(tmp_path, capsys):
     )
 
 
+def test_the_table_has_the_figures_of_older_files():
+    older = {"first_calls_s": {"1": 1.5, "12": 2.25}, "launches": 9.5, "gap_ms": 0.25}
+    row = dataclasses.replace(some_rows()[1], layer="core", **older)
+    table = report.markdown(
+        {"step": results.section([], quick=False) | {"rows": [row]}}
+    )
+    *_, head, _, cells = table.splitlines()
+    found = dict(zip(head.split(" | "), cells.split(" | "), strict=True))
+    assert found["of 1, 12 layers |"] == "1.5, 2.2 |"
+    assert (found["layer"], found["launches/layer"], found["gap, ms"]) == (
+        "core",
+        "9.5",
+        "0.250",
+    )
+
+
 def test_the_table_of_a_missing_file(tmp_path, capsys):
     assert main(["table", str(tmp_path / "none.json")]) == 2
     assert "No such file" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import types
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import pytest
 from jax import lax
 
 from fbq_jax import FallbackDot, recipes
-from fbq_jax.bench import layers, matmuls, measure, report, results, step
+from fbq_jax.bench import compare, layers, matmuls, measure, step
+from fbq_jax.bench.compare import Program
 from fbq_jax.bench.measure import NoKernelsError, RunningStep, WrongResultError
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 from tests.marks import rows_with_first_fast
@@ -19,17 +21,6 @@ DEPTH = 2
 SHAPE = (256, 256, 256)  # 4 blocks in each activation
 SMALL = (16, 8, 4)
 NAMED = {name: float_backward(recipes.NAMED[name]) for name in layers.RECIPES}
-
-
-FIRST_CALLS = {"1": 1.5, "12": 2.25}
-
-
-@pytest.fixture(autouse=True)
-def first_calls(monkeypatch):
-    """Measures no first calls, and returns the function that does."""
-    measure_first_calls = step._first_calls
-    monkeypatch.setattr(step, "_first_calls", lambda *_: FIRST_CALLS)
-    return measure_first_calls
 
 
 def stack(name, dot=None):
@@ -71,60 +62,10 @@ def test_rows(monkeypatch):
         assert row.fallback == (pytest.approx(0.25) if is_fallback else None)
 
 
-def test_kernels_and_the_gap(monkeypatch):
-    kernels = [("a", 1.0), ("b", 2.0), ("a", 0.5)]
-    monkeypatch.setattr(measure, "kernels", lambda *_: kernels)
-    (row,) = measured(monkeypatch, SMALL)
-    assert (row.launches, row.kernels_ms) == (3 / DEPTH, 3.5)
-    assert row.gap_ms == pytest.approx(row.ms - 3.5)
-    section = results.section([row], quick=False)
-    *_, head, _, cells = report.markdown({"step": section | {"rows": [row]}}).split(
-        "\n"
-    )
-    table = dict(zip(head.split(" | "), cells.split(" | "), strict=True))
-    assert (table["launches/layer"], table["kernels, ms"]) == ("1.5", "3.500")
-    assert table["gap, ms"] == f"{row.gap_ms:.3f}"
-
-
-def test_first_calls_are_measured_in_new_processes(first_calls, monkeypatch):
-    programs = []
-    monkeypatch.setattr(
-        step, "_in_new_process", lambda text: programs.append(text) or len(programs)
-    )
-    measured = first_calls(layers.bf16(DEPTH), SMALL, "reference")
-    assert measured == {"1": 1, "12": 2}
-    assert [eval(text.split("print")[1], vars(step)) > 0.0 for text in programs]
-
-
-def test_a_new_process_prints_its_result():
-    program = "import os; print('text', os.environ.get('JAX_COMPILATION_CACHE_DIR', 3))"
-    assert step._in_new_process(program) == 3.0
-    with pytest.raises(RuntimeError, match=r"failed: 1 / 0\n(.*\n)*ZeroDivision"):
-        step._in_new_process("1 / 0")
-
-
-def test_the_first_shape_has_first_calls(monkeypatch):
-    (row,) = measured(monkeypatch, SMALL)
-    assert row.first_calls_s == FIRST_CALLS
-    section = results.section([row], quick=False)
-    assert "| 1.5, 2.2 |" in report.markdown({"step": section | {"rows": [row]}})
-
-
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels can be timed")
-def test_there_are_no_kernels_without_cupti(monkeypatch):
-    (row,) = measured(monkeypatch, SMALL)
-    assert row.launches is row.kernels_ms is row.gap_ms is None
+def test_there_are_no_kernels_without_cupti():
     with pytest.raises(NoKernelsError, match="cannot be measured on a cpu"):
         measure.kernels(RunningStep(lambda state: (state, state), jnp.ones(1)))
-
-
-def test_conditionals_are_counted(monkeypatch):
-    def dot(x, w, *_, **__):
-        return lax.cond(x[0, 0] > 99, lambda x, w: 2 * (x @ w), jnp.matmul, x, w)
-
-    bf16, row = measured(monkeypatch, SMALL, stack("branching", dot))
-    assert bf16.conditionals == 0
-    assert row.conditionals >= DEPTH
 
 
 @pytest.mark.parametrize(
@@ -156,35 +97,46 @@ def test_a_threshold_that_has_not_settled_is_refused(monkeypatch):
         measured(monkeypatch, SHAPE, unsettled)
 
 
+def test_results_are_compared_after_the_settling_steps():
+    step = lambda state: (state + 1, (state + 1,))  # noqa: E731
+    programs = [Program("it", "xla", step, lambda: jnp.float32(0), 0.0)]
+    comparison = compare.Comparison((8,), 1e9, (), {"y": 0.0}, settling_steps=4)
+    for exact in (4.0, 3.0):
+        settled = dataclasses.replace(comparison, exact=(jnp.float32(exact),))
+        with pytest.raises(WrongResultError) if exact == 3.0 else nullcontext():
+            (row,) = settled.rows(programs, EFFORT)
+            assert (row.errors, row.fallback) == ({"y": 0.0}, None)
+
+
 @pytest.mark.parametrize("rates", [[0.2, 0.09], [0.31, 0.2], [float("nan")]])
 def test_each_layers_rate_must_be_in_the_range(rates):
-    def checked_rate(rates):
-        stack = types.SimpleNamespace(recipe=recipes.fallback, rates=lambda _: rates)
-        return layers.checked_rate(stack, None, "it")
-
-    assert checked_rate([0.1, 0.3]) == pytest.approx(0.2)
-    with pytest.raises(WrongResultError, match=r"outside the recipe's range of 10\.0%"):
-        checked_rate(rates)
+    program = Program("it", "xla", None, None, 0.0, lambda _: rates, (0.1, 0.3))
+    running = RunningStep(lambda state: (state, None), ())
+    with pytest.raises(WrongResultError, match=r"^it has .* range of 10\.0% to 30\.0%"):
+        compare.require_rates(program, running, "it")
 
 
 def test_a_rate_may_leave_the_range_for_single_steps():
-    stack = types.SimpleNamespace(recipe=recipes.fallback, rates=lambda rate: [rate])
+    program = Program("it", "xla", None, None, 0.0, lambda x: [x, 0.2], (0.1, 0.3))
     running = RunningStep(lambda rate: (rate + 0.0625, None), 0.0)
-    assert step._settled_rate(stack, running, "it") == 0.125
+    compare.require_rates(program, running, "it")
+    assert running.state == 0.125
     running = RunningStep(lambda rate: (rate + 0.01, None), 0.0)
     with pytest.raises(WrongResultError, match=r"^it has layers with fallback rates"):
-        step._settled_rate(stack, running, "it")
+        compare.require_rates(program, running, "it")
 
 
 def test_slow_libraries_take_the_first_shape(monkeypatch):
-    monkeypatch.setattr(step, "_stacks", lambda *_: ["bf16"])
-    monkeypatch.setattr(layers, "installed_int8_libraries", lambda _: ["slow"])
-    monkeypatch.setattr(step, "compile_stack", lambda stack, shape, _: (stack, shape))
-    monkeypatch.setattr(step, "_rows", lambda *args: (args[0], args[2]))
-    monkeypatch.setattr(step, "with_ratios", lambda rows: [rows])
-    assert list(step.rows([SMALL, SHAPE], DEPTH, **OPTIONS)) == [
-        (SMALL, [("bf16", ("bf16", SMALL)), ("slow", ("slow", SMALL))]),
-        (SHAPE, [("bf16", ("bf16", SHAPE))]),
+    monkeypatch.setattr(
+        layers, "installed_int8_libraries", lambda _: [stack("slow"), stack("slower")]
+    )
+    monkeypatch.setattr(step, "_stacks", lambda *_: [layers.bf16(DEPTH)])
+    measured = list(step.rows([SMALL, (8, 4, 4)], DEPTH, **OPTIONS))
+    assert [(row.what, row.shape) for row in measured] == [
+        ("bf16", SMALL),
+        ("slow", SMALL),
+        ("slower", SMALL),
+        ("bf16", (8, 4, 4)),
     ]
 
 
@@ -198,13 +150,15 @@ def test_the_libraries_multiply_in_nn_dense():
     key = jax.random.key(1)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         stacks = list(layers.installed_int8_libraries(1))
-        states = [stack.start([jnp.eye(32)]) for stack in stacks]
-        results = {
-            stack.name: stack.compile_products(state, x, x, key).step(state, x, x, key)
-            for stack, state in zip(stacks, states, strict=True)
+        programs = {
+            stack.name: stack.program(
+                layers.products_step, lambda: [jnp.eye(32)], x, x, key
+            )
+            for stack in stacks
         }
-    assert set(results) == {"AQT INT8", "Qwix INT8"}
-    for _, (y, dx, _) in results.values():
+    assert set(programs) == {"AQT INT8", "Qwix INT8"}
+    for program in programs.values():
+        _, (y, dx, _) = program.step(program.start(), x, x, key)
         assert 0.0 < measure.relative_error(y, x) < 0.02
         assert 0.0 < measure.relative_error(dx, x) < 0.02
 
@@ -213,5 +167,5 @@ def test_a_running_step_goes_on_from_its_state():
     running = RunningStep(lambda state, by: (state + by, -state), 1, 10)
     assert [running(), running()] == [-1, -11]
     assert running.state == 21
-    measure.running_timing(running, effort=EFFORT)
+    measure.timing(running, effort=EFFORT)
     assert running.state > 41

@@ -9,33 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-import fbq_jax
 from fbq_jax import (
-    FallbackDot,
     Gemm,
     Recipe,
-    RulesDot,
     dot_general,
-    fallback_stats,
     ragged_dot,
     recipes,
     save_codes,
 )
+from fbq_jax.core.threshold import Stats
 from fbq_jax.experts import mlp
-from fbq_jax.experts.ragged_dot import (
-    layer_dot_of,
-    layer_ragged_dot,
-    ragged_dot_in_float,
-)
+from fbq_jax.experts.ragged_dot import group_rates
 from fbq_jax.kernels.tiles import Tiles, from_tiles
 from fbq_jax.nonlinear import silu_gate
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.backends import Request
-from fbq_jax.sharding import layer_names
 from tests import oracle
 from tests.gpus import h200s, needs_compiler
 from tests.kernels.quantize_cases import heavy
@@ -182,15 +172,29 @@ def test_rows_without_columns_give_zeros():
     assert stats.rate == 0.0
 
 
-def test_a_first_threshold_counts_the_tiles_that_have_rows():
-    """18 of 20 groups are empty, and 4 of 24 tiles hold rows."""
+@pytest.mark.parametrize(
+    # With the other tiles' blocks, the second number would be rounded to 1.
+    ("target_rate", "above"),
+    [((0.4, 0.6), 6), ((0.116, 0.136), 2)],
+)
+def test_a_first_threshold_counts_the_tiles_that_have_rows(target_rate, above):
+    """18 of 20 groups are empty, and 4 of 25 tiles, with 12 blocks, hold rows."""
     w = jnp.ones((20, K, 8))
     sizes = jnp.zeros(20, jnp.int32).at[jnp.array([3, 11])].set(64)
-    recipe = Recipe(block=32, target_rate=(0.4, 0.6))
+    recipe = Recipe(block=32, target_rate=target_rate)
     _, stats = jax.jit(lambda sizes: ragged_dot(X, w, sizes, recipe=recipe))(sizes)
     amax = np.abs(X[:128]).reshape(4, 32, 3, 32).max(axis=(1, 3))
-    assert stats.theta == np.sort(amax.ravel())[5]
-    assert stats.rate == 0.5
+    assert stats.theta == np.sort(amax.ravel())[11 - above]
+    assert stats.rate == pytest.approx(above / 12)
+
+
+def test_rates_of_groups_count_blocks_that_are_not_zero():
+    """A NaN counts, and does not fall back."""
+    metric = jnp.array([[[3.0, 0.0]], [[1.0, 5.0]], [[jnp.nan, 4.0]], [[0.0, 0.0]]])
+    zero = jnp.float32(0.0)
+    stats = Stats(zero, jnp.float32(2.0), metric, zero, jnp.uint32(1))
+    rates = group_rates(stats, jnp.array([0, 0, 2, 3]), 3)
+    np.testing.assert_allclose(rates, [2 / 3, 0.0, 1 / 2], rtol=1e-6)
 
 
 def test_a_nan_stays_in_its_group():
@@ -376,56 +380,3 @@ def test_its_ops_have_kernels_on_a_gpu(monkeypatch):
     assert backends() == ["triton", "reference", "reference"]
     device.compute_capability = "8.0"
     assert backends(128, 128, 128) == ["triton"] * 3
-
-
-def layer(dot, x, w, sizes):
-    """The ragged dot of a layer with this op."""
-    layer_dot = layer_dot_of(dot, x, w)
-    if layer_dot is None:
-        return ragged_dot_in_float(dot, x, w, sizes)
-    return layer_ragged_dot(layer_dot, x, sizes)
-
-
-class Experts(nn.Module):
-    dot: object
-
-    @nn.compact
-    def __call__(self, x, sizes):
-        w = self.param("w", nn.initializers.normal(), (5, K, N))
-        return layer(self.dot, x, w, sizes)
-
-
-@pytest.mark.exhaustive  # the tests of MoEMLP have fast ones
-def test_linen_keeps_state():
-    sizes, dot = jnp.array(SIZES), FallbackDot(NEAREST)
-    variables = jax.eval_shape(Experts(dot).init, jax.random.key(0), X, sizes)
-    assert list(fallback_stats(variables)) == ["(root)"]
-
-    @jax.jit
-    def step():
-        variables = {"params": {"w": W}}
-        y, updates = Experts(dot).apply(variables, X, sizes, mutable=["fallback"])
-        return y, updates, ragged_dot(X, W, sizes, recipe=NEAREST)[0]
-
-    layer_names.clear()
-    with pytest.warns(UserWarning, match="starts a new one"):
-        y, updates, stateless = step()
-    np.testing.assert_array_equal(y, stateless)
-    stats = fallback_stats(updates)["(root)"]
-    assert (stats.count, stats.theta > 0) == (1, True)
-    assert 0.1 < stats.rate < 0.3
-
-    ruled = Experts(RulesDot({"": NEAREST}))
-    assert ruled.dot.report(ruled, jax.random.key(0), X, sizes).layers == {"": ""}
-    floats = Experts(RulesDot({".+": NEAREST}))
-    exact = jax.lax.ragged_dot(X, W, sizes)
-    got = jax.jit(floats.apply)({"params": {"w": W}}, X, sizes)
-    np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.exhaustive  # the tests of MoEMLP have fast ones
-def test_nnx_keeps_state():
-    dot = fbq_jax.nnx.FallbackDot(NEAREST)
-    nnx.jit(lambda dot, sizes: layer(dot, X, W, sizes))(dot, jnp.array(SIZES))
-    stats = fbq_jax.nnx.fallback_stats(dot)["(root)"]
-    assert (stats.count[...], stats.theta[...] > 0) == (1, True)

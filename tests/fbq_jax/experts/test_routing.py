@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fbq_jax import Routing
-from fbq_jax.experts.mlp import dispatch
+from fbq_jax.experts.plan import dispatch
 from fbq_jax.experts.routing import next_bias, route, router_logits
 
 T, E = 50, 6

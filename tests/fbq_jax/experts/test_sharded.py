@@ -21,6 +21,7 @@ from fbq_jax import (
     MoEMLP,
     Recipe,
     Routing,
+    ops,
     ragged_dot,
     recipes,
     save_codes,
@@ -29,15 +30,12 @@ from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import UNSET, Scalars
 from fbq_jax.experts import codes as expert_codes
 from fbq_jax.experts import mlp
-from fbq_jax.experts.exchange import ExchangedGroups
-from fbq_jax.experts.mlp import dispatch, plan_dispatch
-from fbq_jax.experts.plan import Exchange, exchange_plan
-from fbq_jax.experts.rows import ExchangedRows, tiled_rows
+from fbq_jax.experts.plan import Exchange, dispatch, exchange_plan, plan_dispatch
+from fbq_jax.experts.rows import exchanged_rows, tiled_rows
 from fbq_jax.kernels import rounding
-from fbq_jax.kernels.quantized import repeat_blocks
+from fbq_jax.kernels.quantized import Layout, repeat_blocks
 from fbq_jax.sharding.ragged_exchange import Slices, exchange_slices
 from tests import oracle
-from tests.fbq_jax.linen.test_moe import scanned
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
 from tests.gpus import h200s, needs_compiler
 from tests.kernels.quantize_cases import heavy
@@ -94,8 +92,8 @@ def on_devices(sharding, recipe, capacity=None):
 
     @jax.jit
     def run(experts, x, dy, theta):
-        plan, m = exchange_plan(sharding, experts, E, capacity, dispatch), recipe.block
-        rows = ExchangedRows(ExchangedGroups(plan, True), m[0])
+        plan, m = exchange_plan(sharding, experts, E, capacity), recipe.block
+        rows = exchanged_rows(plan, m[0])
         return *quantized(recipe, rows, x, dy, theta), plan.tiles(m[0])
 
     return run
@@ -239,9 +237,9 @@ def products(recipe, experts, sharding=None):
             h, stats = dot(x, w_up, plan.group_sizes)
             y, more = dot(h, w_down, plan.group_sizes)
             return y[plan.positions], (stats.rate, more.rate)
-        plan = exchange_plan(sharding, experts, E, None, dispatch)
-        h, stats = dot(x, w_up, ExchangedGroups(plan, sends=True))
-        y, more = dot(h, w_down, ExchangedGroups(plan, sends=False))
+        plan = exchange_plan(sharding, experts, E, None)
+        h, stats = dot(x, w_up, plan)
+        y, more = dot(h, w_down, plan.back)
         return y, (stats.rate, more.rate)
 
     y, vjp, rates = jax.vjp(up_and_down, X, w_up, w_down, has_aux=True)
@@ -325,6 +323,12 @@ class Block(nn.Module):
             layer, expert_sharding=EXPERT, parent=self, name="moe"
         )
         return x + moe(x), None
+
+
+def scanned(block):
+    axes = {"params": 0, "fallback": 0}
+    rngs = {"params": True}
+    return nn.scan(block, variable_axes=axes, split_rngs=rngs, length=2)()
 
 
 @pytest.mark.exhaustive
@@ -482,15 +486,24 @@ def test_noise_of_rows_and_packed_steps():
     np.testing.assert_array_equal(expert_codes._unpack_steps(packed, 21), steps)
 
 
+def test_sums_of_codes():
+    layout = Layout("nearest", (32, 32), sums=True)
+    seeds = jnp.zeros(3, jnp.uint32)
+    quantize = jax.jit(ops.quantize, static_argnames=("rowwise", "colwise"))
+    colwise = quantize(heavy((3, 32, 80)), seeds, rowwise=None, colwise=layout).colwise
+    got = expert_codes._sums(colwise.codes[None, None], 32)
+    np.testing.assert_array_equal(got[0, 0], colwise.sums)
+
+
 def test_room_for_any_loads():
     """A capacity bounds it."""
     mesh = mesh_of(data=2, expert=2).abstract_mesh
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     arrays = shape((2048,)), shape((1024, 2)), shape((4, 8))
-    plan = Exchange(*arrays, WITH_COPIES, mesh, None)
-    assert plan.slots == -(-((2048 + 4 * 127) // 128) // 2)
+    plan = Exchange(*arrays, 2048, WITH_COPIES, mesh, None)
+    assert plan.slots == 128 * -(-((2048 + 4 * 127) // 128) // 2)
     plan = dataclasses.replace(plan, capacity=100)
-    assert plan.slots == -(-((400 + 4 * 127) // 128) // 2)
+    assert plan.slots == 128 * -(-((400 + 4 * 127) // 128) // 2)
 
 
 @pytest.mark.parametrize(

@@ -179,13 +179,10 @@ def test_non_finite_values_stay_visible(scaling):
         assert np.all(np.isnan(y[3]))
         if scaling == "delayed":
             assert np.all(np.isfinite(np.delete(y, 3, axis=0)))
-
-
-def test_the_history_of_a_large_tensor_holds_a_nan():
-    """Vector instructions may drop it."""
-    x = jnp.ones((64, 256)).at[3, 5].set(jnp.nan)
-    _, state = jax.jit(fp8.quantize, static_argnums=1)(x, fp8.E4M3, fp8.start(2).lhs)
-    assert np.isnan(state.amax_history[0])
+    if scaling == "delayed":  # vector instructions may drop it in a large tensor
+        x = jnp.ones((64, 256)).at[3, 5].set(jnp.nan)
+        _, state = jax.jit(fp8.quantize, static_argnums=1)(x, fp8.E4M3, scalings.lhs)
+        assert np.isnan(state.amax_history[0])
 
 
 def test_an_overflow_leaves_the_scale_where_it_was():

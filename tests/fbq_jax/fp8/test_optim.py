@@ -214,13 +214,13 @@ def test_masked_and_none_leaves():
     ]
 
 
-@pytest.mark.parametrize("size", [4, 128])
-def test_a_nan_gradient_stays_visible(size):
+@pytest.mark.parametrize(("value", "size"), [(np.nan, 4), (np.nan, 128), (np.inf, 4)])
+def test_a_gradient_that_is_not_finite_stays_visible(value, size):
     optimizer = optim.scale_by_fp8_adam()
-    grads = jnp.ones((size, size)).at[1, 1].set(jnp.nan)
+    grads = jnp.ones((size, size)).at[1, 1].set(value)
     update = jax.jit(optimizer.update)
     updates, state = update(grads, jax.jit(optimizer.init)(grads))
-    assert np.isnan(updates).sum() == 1
+    np.testing.assert_array_equal(np.argwhere(np.isnan(updates)), [[1, 1]])
     updates, _ = update(jnp.ones((size, size)), state)
     assert np.all(np.isnan(updates))
 
@@ -284,14 +284,6 @@ def test_huge_gradients_give_steps_of_the_learning_rate(rounding, scale):
         updates, state = jax.jit(optimizer.update)(grads, state, params)
         want = -1e-3 * np.sign(grads["w"])
         np.testing.assert_allclose(updates["w"], want, rtol=0.15)
-
-
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_a_gradient_that_is_not_finite_is_not_hidden(value):
-    params, grads = {"w": jnp.zeros(4)}, {"w": jnp.array([1.0, value, 1.0, 1.0])}
-    optimizer = optim.fp8_adamw(1e-3)
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    assert np.isnan(updates["w"][1])
 
 
 @pytest.mark.parametrize("flag", with_first_fast(["jax_debug_nans", "jax_debug_infs"]))

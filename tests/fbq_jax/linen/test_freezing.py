@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import serialization
-from jax import lax
+from jax.experimental import io_callback
 
 import fbq_jax
 from fbq_jax import (
@@ -498,7 +498,7 @@ def test_custom_layers():
     variables_of_other = other.init(jax.random.key(1), X)
     with pytest.raises(ValueError, match="whose weight is their parameter 'kernel'"):
         fbq_jax.freeze(other, variables_of_other, X)
-    with pytest.raises(ValueError, match=r"'kernel', which the model reads .*\(add\)"):
+    with pytest.raises(ValueError, match="'kernel', which the model reads other"):
         fbq_jax.freeze(Custom("kernel", regularized=True), variables, X)
 
 
@@ -520,37 +520,12 @@ def test_a_kernel_that_another_module_reads_is_refused():
         fbq_jax.freeze(model, variables, X)
 
 
-@pytest.mark.parametrize("loop", ["scan", "while", "cond"])
-def test_a_kernel_that_a_loop_or_a_branch_reads_is_refused(loop):
-    class Tied(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            op = FallbackDot(recipes.block)
-            y = nn.Dense(24, use_bias=False, dot_general=op, name="up")(x)
-            start = y, self.variables["params"]["up"]["kernel"]
-
-            def step(_, carry):
-                y, kernel = carry
-                return y + kernel[0, 0], kernel * 0.5
-
-            if loop == "scan":
-                return lax.fori_loop(0, 2, step, start)[0]
-            steps = 2 + jnp.int32(0 * x.sum())  # not known while it is traced
-            if loop == "while":
-                return lax.fori_loop(0, steps, step, start)[0]
-            return lax.cond(steps > 1, lambda: start[1], lambda: 2 * start[1])
-
-    variables = Tied().init(jax.random.key(1), X)
-    with pytest.raises(ValueError, match=rf"remove 'up/kernel', which .*\({loop}"):
-        fbq_jax.freeze(Tied(), variables, X)
-
-
 def test_a_weight_that_depends_on_the_input_is_refused():
     """Codes of one input's weight would be wrong for every other one."""
     model = fbq_jax.SmoothSwiGLU(32, dot_general=FallbackDot(recipes.block))
     variables = jax.jit(model.init)(jax.random.key(1), X)
     for x in X, jax.ShapeDtypeStruct(X.shape, X.dtype):
-        with pytest.raises(ValueError, match=r"'down' multiplies by a weight that dep"):
+        with pytest.raises(ValueError, match="of layer 'down' once: it depends on"):
             fbq_jax.freeze(model, variables, x)
 
 
@@ -578,3 +553,34 @@ def test_frozen_layers_run_where_nans_are_errors():
     frozen = fbq_jax.freeze(model, variables, X)
     with jax.debug_nans(True):
         assert same_bits(model.apply(frozen, X), model.apply(variables, X))
+
+
+class Repeated(nn.Module):
+    """A layer that runs twice, and a callback that keeps its order."""
+
+    callback: Callable[[jax.Array], None] | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(80, dot_general=FallbackDot(recipes.block))
+        y = layer(layer(x))
+        if self.callback is not None:
+            io_callback(self.callback, None, y.sum(), ordered=True)
+        return y
+
+
+def test_a_nan_is_no_second_weight_and_tracers_do_not_outlive_the_call():
+    variables = Repeated().init(jax.random.key(0), X)
+    kernel = variables["params"]["Dense_0"]["kernel"]
+    variables["params"]["Dense_0"]["kernel"] = kernel.at[0, 0].set(jnp.inf)
+    variables["empty"] = {}
+    with jax.checking_leaks():
+        frozen = fbq_jax.freeze(Repeated(), variables, X)
+    want = Repeated().apply(variables, X)
+    np.testing.assert_array_equal(Repeated().apply(frozen, X), want)
+
+
+def test_a_model_that_vmap_does_not_take_is_an_error():
+    variables = Repeated().init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="vmap does not take a function that it calls"):
+        fbq_jax.freeze(Repeated(print), variables, X)

@@ -76,6 +76,31 @@ def test_a_lifted_function_is_no_layer(lift):
     assert report.unmatched_layers == ()
 
 
+@pytest.mark.parametrize("in_own_method", [True, False])
+def test_jitted_layers_have_their_own_rules(in_own_method):
+    """Whether ``nn.jit`` wraps the layer or a function that calls it."""
+    call = (lambda layer, x: layer(x)) if in_own_method else nn.jit(lambda m, x: m(x))
+    kind = nn.jit(nn.Dense) if in_own_method else nn.Dense
+
+    class Jitted(nn.Module):
+        op: object = None
+
+        @nn.compact
+        def __call__(self, x):
+            for name in ("first", "second", "third"):
+                x = call(kind(32, dot_general=self.op, name=name), x)
+            return x
+
+    rules, key = {"second": None, ".*": SMALL}, jax.random.key(0)
+    by_hand = Jitted(RulesDot(rules))
+    for model in (by_hand, fbq_jax.quantize(Jitted(), rules, key, X)[0]):
+        for _ in range(2):
+            variables = model.init(key, X)
+            assert sorted(variables["fallback"]) == ["first", "third"]
+            _, state = model.apply(variables, X, mutable=["fallback"])
+            assert [int(s.count) for s in fallback_stats(state).values()] == [1, 1]
+
+
 def test_paths_under_lifted_transforms():
     class Layer(nn.Module):
         @nn.compact
@@ -237,3 +262,17 @@ def test_nnx_stacks_have_their_axis_first():
     with pytest.raises(ValueError, match=r"'up' .* \(32, 3, 48\), .* \(32, 48\): a st"):
         quantize(floats, {"down": None, "up": SMALL})
     assert fbq_jax.nnx.fallback_stats(floats) == {}
+
+
+def test_jitted_layers_leave_numbers_to_the_names_of_others():
+    class Numbered(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dot = RulesDot({".*": SMALL})
+            x = nn.jit(nn.Dense)(32, dot_general=dot, name="a")(x)
+            for name in "0", "1":
+                x = nn.Dense(32, dot_general=dot, name=name)(x)
+            return x
+
+    variables = Numbered().init(jax.random.key(0), X)
+    assert variables["fallback"].keys() == {"a", "0", "1"}

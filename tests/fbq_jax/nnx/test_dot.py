@@ -56,7 +56,7 @@ def test_jit_and_grad_move_the_state_of_each_layer():
     after = fallback_stats(model)
     assert_live(before, after)
     assert losses[-1] < losses[0]
-    assert list(after) == ["down", "up"] or list(after) == ["up", "down"]
+    assert set(after) == {"up", "down"}
     assert after["up"].count == 10
     assert after["up"].theta != after["down"].theta
     assert model.up.dot_general.seed[...] != model.down.dot_general.seed[...]
@@ -97,28 +97,23 @@ def test_faster_steps_compute_the_same(faster):
     jax.tree.map(np.testing.assert_array_equal, actual, exact)
 
 
-def test_eval_freezes_and_train_moves_again():
-    model = Mlp(nnx.Rngs(1))
-    model.eval()
-    forward(model, X)
-    assert fallback_stats(model)["up"].count == 0
-    model.train()
-    forward(model, X)
-    assert fallback_stats(model)["up"].count == 1
-
-
-@pytest.mark.exhaustive
 def test_evaluation_freezes_what_runs_inside():
     """Also a function that was compiled for training, and one that it decorates."""
     model = Mlp(nnx.Rngs(1))
-    y = forward(model, X)
+    forward(model, X)
     before = jax.tree.map(jnp.copy, nnx.state(model, FallbackState))
+    assert len(jax.tree.leaves(before)) == 2 * 4
     with evaluation():
         forward(model, X)
     nnx.jit(evaluation()(lambda model: model(X)))(model)
+    model.eval()
+    forward(model, X)
+    if hasattr(nnx, "view"):
+        forward(nnx.view(model, use_running_average=True), X)
     after = nnx.state(model, FallbackState)
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, after))
-    assert forward(model, X).shape == y.shape
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    model.train()
+    forward(model, X)
     assert fallback_stats(model)["up"].count == 2
 
 
@@ -172,22 +167,6 @@ def test_transformations_of_jax_keep_the_state_inside():
     np.testing.assert_array_equal(call(model, X), expected(model, X))
 
 
-def test_state_has_its_own_variable_type():
-    model = Mlp(nnx.Rngs(1))
-    state = nnx.state(model, FallbackState)
-    assert len(jax.tree.leaves(state)) == 2 * 4
-    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 4
-
-
-def test_linear_general():
-    x = X.reshape(2, 64, 64)
-    layer = nnx.LinearGeneral(
-        64, (4, 16), dot_general=FallbackDot(RECIPE), rngs=nnx.Rngs(0)
-    )
-    assert forward(layer, x).shape == (2, 64, 4, 16)
-    assert fallback_stats(layer)["(root)"].count == 1
-
-
 def test_a_shared_instance_is_named():
     model = Mlp(nnx.Rngs(1))
     model.down.dot_general = model.up.dot_general
@@ -195,21 +174,11 @@ def test_a_shared_instance_is_named():
         fallback_stats(model)
 
 
-def test_a_recipe_is_passed_by_value():
+def test_bad_options_are_named():
     with pytest.raises(TypeError, match="takes a Recipe"):
         FallbackDot("fallback")
-
-
-def test_rngs_that_are_none_are_named():
     with pytest.raises(TypeError, match=r"rngs takes an nnx\.Rngs"):
         FallbackDot(rngs=jax.random.key(0))
-
-
-@pytest.mark.skipif(not hasattr(nnx, "view"), reason="needs a Flax with nnx.view")
-def test_view_freezes():
-    model = Mlp(nnx.Rngs(1))
-    forward(nnx.view(model, use_running_average=True), X)
-    assert fallback_stats(model)["up"].count == 0
 
 
 def test_each_dot_of_a_module_is_listed():

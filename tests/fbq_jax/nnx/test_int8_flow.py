@@ -188,21 +188,12 @@ def test_evaluation_draws_no_noise_and_drops_nothing(calls):
     ("call", "message"),
     [
         (lambda: Int8MLP(8, 8, block=48, rngs=nnx.Rngs(0)), "block takes one of .32"),
-        (lambda: Int8Attention(32, 5, rngs=nnx.Rngs(0)), "5 heads and a width of 32"),
-        (lambda: Int8Sequential([]), r"one or more layers.*got \[\]"),
         (lambda: Int8Attention(16, 0, rngs=nnx.Rngs(0)), "at least 1 .*; got 0 heads"),
         (
             lambda: Int8Sequential([nnx.Linear(8, 8, rngs=nnx.Rngs(0))]),
             "takes Int8MLP and Int8Attention layers; got Linear",
         ),
-        (
-            lambda: Int8MLP(8, 8, dropout_rate=1.0, rngs=nnx.Rngs(0)),
-            "at least 0 and below 1; got 1.0",
-        ),
-        (
-            lambda: freeze(build(), X),
-            "freeze takes nnx.Linear.*'layers/./dot_general' of a Int8",
-        ),
+        (lambda: freeze(build(), X), "freeze takes nnx.Linear.*'layers/./dot_general'"),
     ],
 )
 def test_bad_input_is_named(call, message):

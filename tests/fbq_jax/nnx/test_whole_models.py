@@ -10,6 +10,7 @@ from jax import lax
 import fbq_jax
 from fbq_jax import Recipe, recipes
 from fbq_jax.nnx import FallbackDot, quantize
+from fbq_jax.recipes.rules_report import NOT_REACHED, WITHOUT_OP
 
 SMALL = Recipe(block=32)
 X = jax.random.normal(jax.random.key(0), (4, 8, 32))
@@ -73,9 +74,8 @@ def test_a_traced_report_is_complete():
         ("layers/2/kernel", "layers/2", "layers/.*"),
     ]
     assert {p.parameter: p.reason for p in report.float_parameters} == {
-        "embed/embedding": "no product reads it (gather)",
-        "layers/1/w": "its layer multiplies without an op "
-        "(see fbq_jax.integrations.qwix)",
+        "embed/embedding": WITHOUT_OP,
+        "layers/1/w": WITHOUT_OP,
         "head/kernel": "rule 'head'",
     }
     assert report.unused_rules == ("up",)
@@ -96,8 +96,8 @@ def test_a_report_without_a_trace_goes_by_the_kinds_of_layers():
     report = quantize(model, {"head": None, ".*": recipes.block})
     assert [p.parameter for p in report.products] == ["layers/0/w", "layers/2/kernel"]
     assert {p.parameter: p.reason for p in report.float_parameters} == {
-        "embed/embedding": "Embed takes no op",
-        "layers/1/w": "Raw takes no op",
+        "embed/embedding": WITHOUT_OP,
+        "layers/1/w": WITHOUT_OP,
         "head/kernel": "rule 'head'",
     }
 
@@ -199,8 +199,8 @@ def test_layers_whose_weight_is_read_without_their_op_get_none():
     report = quantize(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
     assert [p.parameter for p in report.products] == ["up/kernel"]
     assert [p[::2] for p in report.float_parameters] == [
-        ("conv/kernel", "no product reads it (mul)"),
-        ("tied/kernel", "no op reached its product"),
+        ("conv/kernel", NOT_REACHED),
+        ("tied/kernel", NOT_REACHED),
     ]
     model(X)
     stats = fbq_jax.nnx.fallback_stats(model)

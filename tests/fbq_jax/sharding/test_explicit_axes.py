@@ -44,48 +44,27 @@ def grads_of(layer, variables, x):
     return jax.tree.map(lambda g: g if g.dtype == jnp.float32 else None, grads)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    with_first_fast(
-        [
-            nn.Dense(32, dot_general=llm_int8_dot),
-            nn.Dense(32, dot_general=fp8_dot),
-            Int8MLP(48),
-            Int8Sequential([Int8Attention(4), Int8MLP(48)]),
-            SmoothSwiGLU(48, smooth="per_token"),
-        ],
-        fast=2,
-    ),
-    ids=["llm_int8", "fp8", "int8_mlp", "int8_attention", "smooth_swiglu"],
-)
-def test_a_sharded_batch(layer):
-    variables = jax.jit(layer.init)(jax.random.key(2), X)
-    want = grads_of(layer, variables, X)
-    mesh = mesh_of(AxisType.Explicit, data=2, tensor=2)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, P("data", None, None))
-        got = grads_of(layer, variables, x)
-        assert jax.typeof(got[1]).sharding.spec == P("data", None, None)
-    assert_close(got, want)
+EXPLICIT = AxisType.Explicit, AxisType.Explicit
+MIXED = AxisType.Explicit, AxisType.Auto
+LAYERS = {
+    "dense": (MIXED, nn.Dense(32, dot_general=DOT)),
+    "norm_dense": (MIXED, NormDense(32, dot_general=DOT)),
+    "gated_mlp": (MIXED, GatedMLP(64, dot_general=DOT)),
+    "llm_int8": (EXPLICIT, nn.Dense(32, dot_general=llm_int8_dot)),
+    "fp8": (EXPLICIT, nn.Dense(32, dot_general=fp8_dot)),
+    "int8_mlp": (EXPLICIT, Int8MLP(48)),
+    "int8_mlp mixed": (MIXED, Int8MLP(48)),
+    "int8_attention": (EXPLICIT, Int8Sequential([Int8Attention(4), Int8MLP(48)])),
+    "smooth_swiglu": (EXPLICIT, SmoothSwiGLU(48, smooth="per_token")),
+}
 
 
-@pytest.mark.parametrize(
-    "layer",
-    with_first_fast(
-        [
-            nn.Dense(32, dot_general=DOT),
-            NormDense(32, dot_general=DOT),
-            GatedMLP(64, dot_general=DOT),
-            Int8MLP(48),
-        ],
-        fast=3,
-    ),
-    ids=["dense", "norm_dense", "gated_mlp", "int8_mlp"],
-)
-def test_a_mesh_that_also_has_an_automatic_axis(layer):
+@pytest.mark.parametrize("name", with_first_fast(LAYERS, fast=5))
+def test_a_sharded_batch(name):
+    """Also over a mesh with an automatic axis."""
+    types, layer = LAYERS[name]
     variables = jax.jit(layer.init)(jax.random.key(2), X)
     want = grads_of(layer, variables, X)
-    types = AxisType.Explicit, AxisType.Auto
     with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=types)):
         x = jax.device_put(X, P("data", None, None))
         got = grads_of(layer, variables, x)

@@ -79,15 +79,6 @@ def distinct(x):
     return len(np.unique(np.asarray(x).reshape(DEVICES, -1), axis=0))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["shard_map", "pmap", pytest.param("unchecked", marks=pytest.mark.exhaustive)],
-)
-def test_each_device_draws_its_own_noise(name):
-    dx, dw = MAPS[name](grads)(COPIES, W)
-    assert distinct(dx) == distinct(dw) == DEVICES
-
-
 @pytest.mark.exhaustive
 def test_errors_of_devices_average_out():
     """The mean over four devices has a quarter of one device's variance."""
@@ -188,6 +179,9 @@ LAYERS = {
 @pytest.mark.parametrize(
     ("name", "layer"),
     [
+        ("shard_map", "dot_general"),
+        ("pmap", "dot_general"),
+        pytest.param("unchecked", "dot_general", marks=pytest.mark.exhaustive),
         ("unchecked", "ragged_dot"),
         ("shard_map", "ragged_dot"),
         pytest.param("shard_map", "Dense", marks=pytest.mark.exhaustive),
@@ -197,9 +191,12 @@ LAYERS = {
     ],
 )
 def test_every_layer_draws_noise_for_each_device(name, layer):
-    function = layer_grads(LAYERS[layer]) if layer in LAYERS else ragged_grads
-    dx, _ = MAPS[name](function)(COPIES, W)
+    functions = {"dot_general": grads, "ragged_dot": ragged_grads}
+    function = functions.get(layer) or layer_grads(LAYERS[layer])
+    dx, dw = MAPS[name](function)(COPIES, W)
     assert distinct(dx) == DEVICES
+    if layer == "dot_general":
+        assert distinct(dw) == DEVICES
 
 
 def test_state_is_replicated_once_it_is_averaged():

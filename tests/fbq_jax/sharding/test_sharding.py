@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -103,70 +102,52 @@ def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
         assert not found
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape", "tiles"),
-    [
-        pytest.param(  # two blocks for eight devices
-            (None, "all"), (1, 64, 96), (8, 3), marks=returns_parts_of_axes
-        ),
-        pytest.param(  # three for two
-            (None, "tensor", BATCH), (1, 96, 128), (6, 4), marks=pytest.mark.exhaustive
-        ),
-        pytest.param(  # three for two, twice
-            *((None, "fsdp", ("data", "tensor")), (1, 128, 192), (4, 12)),
-            marks=pytest.mark.exhaustive,
-        ),
-        ((None, ("data", "tensor"), "fsdp"), (1, 160, 96), (20, 6)),  # quarters; halves
-    ],
-)
-def test_the_scales_of_split_blocks_are_all_reduced(spec, shape, tiles):
-    """Of all floats only the maxima of tiles travel."""
-    mesh = mesh_of(all=8) if "all" in spec else mesh_of()
-    op = QUANTIZERS["blocks"]
-    x = heavy(shape).at[0, 40, 20].set(jnp.nan).at[0, 1, 70].set(jnp.inf)
-    operands = place(mesh, x, *spec), SEEDS
-    warning = r"quantize: axis [12] .* multiples of 32: scales are all-reduced"
-    with pytest.warns(UserWarning, match=warning):
-        run = compiled(op, *operands)
-    assert_equal(run(*operands), jax.jit(op)(x, SEEDS))
-    floats = [c.size for c in collectives(run) if c.dtype != "s8"]
-    assert 0 < max(floats) <= math.prod(tiles)
-
-
 FLOAT8 = quantizer(
     *((1, SIDE), (SIDE, 1)), roundings=["nearest"] * 2, dtype="float8_e4m3fn"
 )
 WITH_SUMS = functools.partial(
     QUANTIZERS["rows, blocks"], colwise=Layout("stochastic", IN_BLOCKS, sums=True)
 )
+BLOCKS, ROW_BLOCKS = QUANTIZERS["blocks"], QUANTIZERS["row blocks"]
+THREE_FOR_TWO = (None, "tensor", BATCH), (1, 96, 128)
+QUARTERS = (None, ("data", "tensor"), "fsdp"), (1, 160, 96)  # and halves
 
 
 @pytest.mark.parametrize(
-    ("spec", "shape", "op"),
-    rows_with_first_fast(
-        [
-            ((None, "tensor", BATCH), (1, 96, 128), QUANTIZERS["row blocks"]),
-            ((None, "tensor", BATCH), (1, 96, 128), WITH_SUMS),
-            ((None, "tensor", BATCH), (1, 96, 128), FLOAT8),
-            (
-                *((None, ("data", "tensor"), "fsdp"), (1, 160, 96)),
-                QUANTIZERS["row blocks"],
-            ),
-        ]
-    ),
+    ("op", "spec", "shape", "floats"),
+    [
+        pytest.param(  # two blocks for eight devices
+            *(BLOCKS, (None, "all"), (1, 64, 96), 8 * 3), marks=returns_parts_of_axes
+        ),
+        (BLOCKS, *QUARTERS, 20 * 6),
+        (ROW_BLOCKS, *THREE_FOR_TWO, 6 * 32),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                (BLOCKS, *THREE_FOR_TWO, 6 * 4),
+                # Three for two, twice.
+                (BLOCKS, (None, "fsdp", ("data", "tensor")), (1, 128, 192), 4 * 12),
+                (WITH_SUMS, *THREE_FOR_TWO, 96),
+                (FLOAT8, *THREE_FOR_TWO, 96 * 32),  # XLA for CPUs sends FP8 as float16
+                (ROW_BLOCKS, *QUARTERS, 20 * 48),
+            ]
+        ),
+    ],
 )
-def test_the_scales_of_split_rows_are_all_reduced(spec, shape, op):
-    x = heavy(shape).at[0, 40, 20].set(jnp.nan)
-    operands = place(mesh_of(), x, *spec), SEEDS
-    with pytest.warns(UserWarning, match="multiples of 32: scales are all-reduced"):
+def test_the_scales_of_split_blocks_are_all_reduced(op, spec, shape, floats):
+    """Of all floats only the maxima of tiles travel."""
+    mesh = mesh_of(all=8) if "all" in spec else mesh_of()
+    x = heavy(shape).at[0, 40, 20].set(jnp.nan).at[0, 1, 70].set(jnp.inf)
+    operands = place(mesh, x, *spec), SEEDS
+    warning = r"quantize: axis [12] .* multiples of 32: scales are all-reduced"
+    with pytest.warns(UserWarning, match=warning):
         run = compiled(op, *operands)
     got, want = run(*operands), jax.jit(op)(x, SEEDS)
     if op is WITH_SUMS:  # upper bounds
         assert np.all(got.colwise.sums >= want.colwise.sums)
         got, want = ((y.rowwise, *y.colwise.main[:2]) for y in (got, want))
     assert_equal(got, want)
-    floats = [c.size for c in collectives(run) if c.dtype != "s8"]
-    assert 0 < max(floats) < x.size // 2
+    assert 0 < max(c.size for c in collectives(run) if c.dtype != "s8") <= floats
 
 
 @returns_parts_of_axes
@@ -188,6 +169,8 @@ def test_six_devices_in_three_pairs():
     ("spec", "shape", "what"),
     rows_with_first_fast(
         [
+            # Two blocks and a half for two devices.
+            ((None, "data"), (1, 80, 40), "1 of .* is sharded over data=2"),
             ((None, "data"), (1, 50, 40), "1 of .* is sharded over data=2"),
             (
                 (None, None, ("tensor", "data")),
@@ -355,41 +338,6 @@ def test_devices_give_what_one_gives_and_exchange_codes(name):
         assert weights == [128 * 256 // tensor] * (4 if layout.kernels else 0)
 
 
-@pytest.mark.exhaustive  # test_recipes_on_devices.py has one layer
-def test_weights_travel_as_codes_with_half_the_bytes_of_bfloat16():
-    """Once forward and once backward."""
-    mesh = mesh_of(fsdp=4)
-    tokens = NamedSharding(mesh, P("fsdp"))
-    x = place(mesh, jnp.ones((8 * 64, 128), jnp.bfloat16), "fsdp")
-    up = place(mesh, jnp.ones((2, 128, 256), jnp.bfloat16), None, "fsdp")
-    down = place(mesh, jnp.ones((2, 256, 128), jnp.bfloat16), None, "fsdp")
-    dot = functools.partial(dot_general, recipe=Recipe(block=32), theta=2.0)
-
-    def gathered(multiply):
-        def layer(x, kernels):
-            for w in kernels:
-                y = multiply(x, w, (((1,), (0,)), ((), ())))
-                x = jax.lax.with_sharding_constraint(y, tokens)
-            return x, None
-
-        def loss(kernels, x):
-            y, _ = jax.lax.scan(layer, x, kernels)
-            return jnp.sum(y.astype(jnp.float32))
-
-        shardings = up.sharding, down.sharding
-        step = jax.jit(jax.grad(loss), out_shardings=shardings)
-        found = collectives(step.lower((up, down), x).compile())
-        return [c for c in found if c.kind == "all-gather"]
-
-    quantized = gathered(lambda *args: dot(*args)[0])
-    codes = [c.size for c in quantized if c.dtype == "s8"]
-    # XLA for CPUs gathers bfloat16 as float32.
-    in_floats = [c.size for c in gathered(jax.lax.dot_general)]
-    assert codes == in_floats == [128 * 256] * 4
-    scales = sum(c.bytes for c in quantized if c.dtype == "f32")
-    assert scales == sum(codes) // 32**2 * 4
-
-
 @pytest.mark.exhaustive
 def test_fused_layers():
     kernels = {"gate_up": ("fsdp", None, "tensor"), "down": ("tensor", "fsdp")}
@@ -405,44 +353,32 @@ def test_fused_layers():
 GATE = quantizer(
     *((SIDE, 64), (SIDE, 64)), criterion="absmax", theta=jnp.asarray([5.0])
 )
+GATE_ROWS = quantizer((1, 64), (SIDE, 1), roundings=["stochastic"] * 2)
+GRAD_ROWS = functools.partial(
+    GATE_ROWS, colwise=Layout("stochastic", (SIDE, 64), sums=True)
+)
 
 
-def test_gate_and_up_are_sharded_alike():
+@pytest.mark.parametrize(
+    ("quantize", "source", "columns"),
+    rows_with_first_fast(
+        [(GATE, Gate, 512), (GATE_ROWS, Gate, 512), (GRAD_ROWS, GateGrad, 256)]
+    ),
+)
+def test_gate_and_up_are_sharded_alike(quantize, source, columns):
     """Each device has both, of the same columns."""
+    whole = join_gate_up(heavy((1, 64, 256)), heavy((1, 64, 256), 1))
+    factors = [GATE_ROWS(Gate(whole, None, 10), SEEDS).saved]
 
-    def op(gate_up):
-        return GATE(Gate(gate_up, None, 10), SEEDS)
+    def op(x, *factors):
+        return quantize(source(x, *factors, None, 10), SEEDS)
 
-    gate, up = heavy((1, 64, 256)), heavy((1, 64, 256), 1)
-    whole = join_gate_up(gate, up)
-    sharded = place(mesh_of(), whole, None, "data", "tensor")
-    run = compiled(op, sharded)
-    assert_equal(run(sharded), jax.jit(op)(whole))
+    x = whole if source is Gate else heavy((1, 64, columns), 2)
+    operands = x, *(factors if source is GateGrad else [])
+    sharded = place(mesh_of(), x, None, "data", "tensor"), *operands[1:]
+    run = compiled(op, *sharded)
+    assert_equal(run(*sharded), jax.jit(op)(*operands))
     assert not collectives(run)
-
-
-@pytest.mark.exhaustive
-def test_a_gate_and_its_gradient_with_scales_per_row_are_sharded_alike():
-    stochastic = {"roundings": ["stochastic"] * 2}
-    in_rows = quantizer((1, 64), (SIDE, 1), **stochastic)
-    in_blocks = functools.partial(
-        quantizer((1, 64), (SIDE, 64), **stochastic),
-        colwise=Layout("stochastic", (SIDE, 64), sums=True),
-    )
-
-    def forward(gate_up):
-        return in_rows(Gate(gate_up, None, 10), SEEDS)
-
-    def backward(dy, factors):
-        return in_blocks(GateGrad(dy, factors, None, 10), SEEDS)
-
-    gate_up, dy = heavy((1, 64, 512)), heavy((1, 64, 256))
-    factors = jax.jit(forward)(gate_up).saved
-    for op, x, *rest in ((forward, gate_up), (backward, dy, factors)):
-        sharded = place(mesh_of(), x, None, "data", "tensor"), *rest
-        run = compiled(op, *sharded)
-        assert_equal(run(*sharded), jax.jit(op)(x, *rest))
-        assert not collectives(run)
 
 
 @pytest.mark.exhaustive

@@ -42,7 +42,6 @@ SUPPORTED = [
     if case.blocks[1] % BLOCK == 0
     and all(side == 1 or side % BLOCK == 0 for side in case.blocks)
 ]
-ROW_SCALES = ["scales of rows", "scales of rows and columns"]
 # Two matrices, several tiles per thread block, and steps with and without residual.
 MANY_TILES = Case((2, 130, 650, 450), (128, 128, 128), 0.4)
 
@@ -195,39 +194,16 @@ def test_chosen_regions_share_out_the_last_round():
 
 @mosaic_tools.needs_interpreter
 @pytest.mark.parametrize(
-    ("sign", "sums"), [(1, None), (-1, None), (1, 127.0 * 256), (-1, np.nan)]
+    "name", [name for name in gemm_cases.CHECKS if not name.startswith("extreme")]
 )
-def test_largest_sums_are_exact(interpreted, sign, sums):
-    gemm_cases.check_largest_sums(interpreted(), sign, sums)
+def test_products(interpreted, name):
+    gemm_cases.CHECKS[name](interpreted())
 
 
 @mosaic_tools.needs_interpreter
-def test_the_largest_sum_may_be_the_last(interpreted):
-    """Of 136 sums, which are no multiple of those that are loaded at once."""
-    gemm_cases.check_largest_sums(interpreted(), 1, zero_columns=16)
-
-
-@mosaic_tools.needs_interpreter
-def test_outlier_with_residual_leaves_other_rows_accurate(interpreted):
-    gemm_cases.check_outlier_with_residual(interpreted())
-
-
-@mosaic_tools.needs_interpreter
-def test_outlier_scale_leaves_other_rows_accurate(interpreted):
-    gemm_cases.check_outlier_scale(interpreted())
-
-
-@mosaic_tools.needs_interpreter
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_rounds_once(interpreted, dtype):
-    gemm_cases.check_rounds_once(interpreted(), dtype)
-
-
-@mosaic_tools.needs_interpreter
-@pytest.mark.parametrize("wide", [0, 2])
-@pytest.mark.parametrize("name", ROW_SCALES)
-def test_scales_of_rows_round_once(interpreted, name, wide):
-    matmul = interpreted(Config(8, wide))
+@pytest.mark.parametrize("name", ["scales of rows", "scales of rows and columns"])
+def test_scales_of_rows_in_wide_tiles_round_once(interpreted, name):
+    matmul = interpreted(Config(8, 2))
     gemm_cases.check_rounds_once(matmul, jnp.bfloat16, name)
 
 
@@ -235,11 +211,6 @@ def test_scales_of_rows_with_a_residual_are_refused():
     case = gemm_cases.ROWS_AND_FALLBACK
     with pytest.raises(ValueError, match=r"a residual with scales per block .*\(1, 1"):
         gemm.matmul(*gemm_cases.operands(case), dtype=jnp.float32)
-
-
-@mosaic_tools.needs_interpreter
-def test_nan_scales_propagate(interpreted):
-    gemm_cases.check_nan_scales(interpreted(), (128, 128, 128))
 
 
 @mosaic_tools.needs_interpreter
@@ -287,29 +258,33 @@ def replace_triton_kernels(monkeypatch):
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("wide", [0, 16, 32])
 def test_compiles_to_wgmma_without_spills(monkeypatch, wide, fallback, dtype):
-    replace_triton_kernels(monkeypatch)
-    matmul = functools.partial(gemm.matmul, dtype=dtype, config=Config(8, wide))
-    shape, block = (1, 4096, 4096), (128, 128)
-    lhs, rhs = shapes(shape, block, fallback=fallback), shapes(shape, block)
-    (kernel,) = mosaic_tools.compile_kernels(matmul, lhs, rhs)
-    check_kernel(kernel)
+    compiled(monkeypatch, (128, 128), Config(8, wide), dtype, fallback=fallback)
 
 
 @pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("n", "wide"), [(128, 0), (128, 32), (1, 0)])
-@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("codes", PRODUCTS)
 def test_scales_of_rows_compile_without_spills(monkeypatch, codes, n, wide, dtype):
-    replace_triton_kernels(monkeypatch)
-    matmul = functools.partial(gemm.matmul, dtype=dtype, config=Config(8, wide))
-    lhs, rhs = (shapes((1, 4096, 4096), (side, 128), codes) for side in (1, n))
-    (kernel,) = mosaic_tools.compile_kernels(matmul, lhs, rhs)
-    check_kernel(kernel, PRODUCTS[codes])
+    kernel = compiled(monkeypatch, (1, n), Config(8, wide), dtype, codes)
     if codes != "int8" or n == 1 or dtype == jnp.float32:
         # The first of the four instructions that multiply a step adds nothing.
         flags = re.findall(r"setp\.ne\.b32 p, (\d), 0; wgmma", kernel.ptx)
         assert flags == ["0", "1", "1", "1"] * (len(flags) // 4)
+
+
+def compiled(monkeypatch, sides, config, dtype, codes="int8", fallback=False):
+    """The kernel of operands whose blocks have ``sides`` rows."""
+    replace_triton_kernels(monkeypatch)
+    matmul = functools.partial(gemm.matmul, dtype=dtype, config=config)
+    shape, (m, n) = (1, 4096, 4096), sides
+    lhs = shapes(shape, (m, 128), codes, fallback=fallback)
+    (kernel,) = mosaic_tools.compile_kernels(
+        matmul, lhs, shapes(shape, (n, 128), codes)
+    )
+    check_kernel(kernel, PRODUCTS[codes])
+    return kernel
 
 
 def test_unknown_instructions_are_slower_and_warn():

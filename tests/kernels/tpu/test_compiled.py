@@ -1,6 +1,7 @@
 """Layers compile for TPUs, which multiply INT8."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -12,6 +13,7 @@ from fbq_jax import ops, recipes
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding import layer_names
 from tests.fbq_jax.core.test_dot_general import product
+from tests.kernels.quantize_cases import near, noisy
 from tests.kernels.tpu_tools import (
     TOPOLOGIES,
     lower_for,
@@ -19,7 +21,7 @@ from tests.kernels.tpu_tools import (
     on_tpu,  # noqa: F401 (a fixture)
 )
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("on_tpu")]
 
 GEMMS = 3  # of a layer
 IN_BLOCKS = [
@@ -54,8 +56,10 @@ def products(text):
     return [{dtypes[x] for x in operands} for operands in found]
 
 
-@pytest.mark.usefixtures("on_tpu")
-@pytest.mark.parametrize("generation", TOPOLOGIES)
+each_generation = pytest.mark.parametrize("generation", TOPOLOGIES)
+
+
+@each_generation
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_recipes_in_blocks_run_the_kernels(generation, name):
     text = compiled_layer(generation, name)
@@ -64,8 +68,7 @@ def test_recipes_in_blocks_run_the_kernels(generation, name):
     assert not products(text)
 
 
-@pytest.mark.usefixtures("on_tpu")
-@pytest.mark.parametrize("generation", TOPOLOGIES)
+@each_generation
 @pytest.mark.parametrize("name", BY_VECTOR)
 def test_recipes_by_vector_multiply_int8(generation, name):
     text = compiled_layer(generation, name)
@@ -75,37 +78,36 @@ def test_recipes_by_vector_multiply_int8(generation, name):
     assert "highest" not in text
 
 
-@pytest.mark.usefixtures("on_tpu")
-@pytest.mark.parametrize("generation", TOPOLOGIES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("columns", [16384, 53248])
-@pytest.mark.parametrize("block", [128, 256])
-def test_rows_of_any_length_are_quantized(generation, dtype, columns, block):
-    """A program takes a part of them that fits into its memory."""
+@each_generation
+@pytest.mark.parametrize(
+    ("dtype", "columns", "layouts", "options", "kernel"),
+    [
+        # A program takes a part of the rows that fits into its memory.
+        *(
+            (
+                *(dtype, columns, (near(side, side), noisy(side, side))),
+                *({"criterion": "absmax"}, "%fbq_quantize"),
+            )
+            for dtype, columns, side in itertools.product(
+                [jnp.bfloat16, jnp.float32], [16384, 53248], [128, 256]
+            )
+        ),
+        # The last tile of a row extends beyond the matrix.
+        (jnp.bfloat16, 5632, (near(1, None), noisy(None, 1)), {}, "%fbq_find_amax"),
+    ],
+)
+def test_rows_of_any_length_are_quantized(
+    generation, dtype, columns, layouts, options, kernel
+):
     x = jax.ShapeDtypeStruct((1, 1024, columns), dtype)
     theta, seeds = (jax.ShapeDtypeStruct((1,), t) for t in (jnp.float32, jnp.uint32))
-    quantize = functools.partial(
-        ops.quantize_fallback,
-        block=(block, block),
-        criterion="absmax",
-        colwise="stochastic",
-    )
-    assert "%fbq_quantize" in compile_for(generation, quantize, x, theta, seeds)
+    options |= dict(zip(("rowwise", "colwise"), layouts, strict=True))
+    quantize = functools.partial(ops.quantize, **options)
+    operands = (x, seeds, theta) if "criterion" in options else (x, seeds)
+    assert kernel in compile_for(generation, quantize, *operands)
 
 
-@pytest.mark.usefixtures("on_tpu")
-@pytest.mark.parametrize("generation", TOPOLOGIES)
-def test_maxima_of_rows_beyond_the_last_tile_compile(generation):
-    x = jax.ShapeDtypeStruct((1, 1024, 5632), jnp.bfloat16)
-    seeds = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    quantize = functools.partial(
-        ops.quantize_vectors, rowwise="nearest", colwise="stochastic"
-    )
-    assert "%fbq_find_amax" in compile_for(generation, quantize, x, seeds)
-
-
-@pytest.mark.usefixtures("on_tpu")
-@pytest.mark.parametrize("generation", TOPOLOGIES)
+@each_generation
 def test_experts_run_the_kernels(generation):
     """And warn of nothing."""
     x, w, dy = ((1024, 384), (4, 384, 640), (1024, 640))
@@ -126,7 +128,6 @@ def test_experts_run_the_kernels(generation):
     assert not products(text)
 
 
-@pytest.mark.usefixtures("on_tpu")
 def test_fused_layers_run_the_kernels(monkeypatch):
     """A norm, its quantization and two products.  XLA packs what the norm saves."""
     monkeypatch.setattr(layer_names, "_warned", {})
@@ -152,14 +153,19 @@ def test_fused_layers_run_the_kernels(monkeypatch):
     assert "highest" not in text
 
 
-def test_dispatch_prefers_kernels_on_a_tpu(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    choice = dispatch.choose("matmul", (128, 128, 128))
-    assert (choice.implementation, choice.backend) == ("tpu", "tpu")
-    assert dispatch.choose("matmul", ()).backend == "xla"
-    assert dispatch.choose("quantize_vectors", ()).backend == "tpu"
-    assert dispatch.choose("rms_norm_quantize", (128, 128)).backend == "tpu"
-    assert dispatch.choose("ragged_matmul", (128, 128, 128)).backend == "tpu"
-    small = dispatch.choose("matmul", (32, 32, 32))
-    assert small.implementation == "reference"
-    assert small.reason == "not tpu: its blocks have sides of 128 or 256, not 32"
+@pytest.mark.parametrize(
+    ("op", "block_shape", "width", "backend"),
+    [
+        ("matmul", (128, 128, 128), None, "tpu"),
+        ("matmul", (), None, "xla"),
+        ("quantize", (), None, "tpu"),
+        ("quantize", (128, 128), 384, "tpu"),
+        ("contract", (128, 128, 128), None, "tpu"),
+        ("matmul", (32, 32, 32), None, "reference"),
+    ],
+)
+def test_dispatch_prefers_kernels_on_a_tpu(op, block_shape, width, backend):
+    choice = dispatch.choose(op, block_shape, width=width)
+    assert choice.backend == backend
+    if backend == "reference":
+        assert choice.reason == "not tpu: its blocks have sides of 128 or 256, not 32"

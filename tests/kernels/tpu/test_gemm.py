@@ -9,7 +9,7 @@ from fbq_jax.kernels.tpu import gemm, steps
 from tests.kernels import gemm_cases
 from tests.kernels.gemm_cases import CASES, Case
 from tests.kernels.tpu_tools import interpreted, jitted  # noqa: F401 (a fixture)
-from tests.marks import with_first_fast
+from tests.marks import slow, with_first_fast
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -19,13 +19,7 @@ SUPPORTED = [n for n, c in CASES.items() if set(c.blocks) <= {128, 256}]
 FAST = "unaligned, fallback", "one element"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in FAST))
-        for n in SUPPORTED
-    ],
-)
+@pytest.mark.parametrize("name", slow(SUPPORTED, set(SUPPORTED) - set(FAST)))
 def test_multiplies(name):
     gemm_cases.check_against_float64(matmul, CASES[name])
 
@@ -41,14 +35,15 @@ def test_many_tiles_and_chunks(monkeypatch, fallback):
     gemm_cases.check_against_float64(matmul, case)
 
 
-@pytest.mark.parametrize("dtype", with_first_fast([jnp.bfloat16, jnp.float16]))
-def test_rounds_once(dtype):
-    gemm_cases.check_rounds_once(matmul, dtype)
-
-
-def test_outliers():
-    gemm_cases.check_outlier_scale(matmul)
-    gemm_cases.check_outlier_with_residual(matmul)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rounds once to bfloat16", "outlier scale", "outlier with residual"),
+        pytest.param("rounds once to float16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_products(name):
+    gemm_cases.CHECKS[name](matmul)
 
 
 def test_a_block_without_a_scale_is_nan_in_its_rows_and_columns_only():
@@ -73,8 +68,8 @@ def test_tiles_fit_into_memory():
     for M, N, blocks in [(1, 1, 1), (8192, 4096, 32), (65536, 28672, 512)]:
         for terms, k in [(1, 128), (2, 128), (2, 256)]:
             shape = jax.ShapeDtypeStruct((1, M, N), jnp.float32)
-            tiles = gemm.choose_tiles(shape, blocks, k, terms)
-            assert tiles.blocks * tiles.chunks >= blocks
-            codes = tiles.blocks * k * (terms * tiles.rows + tiles.columns)
-            outputs = tiles.rows * tiles.columns * (4 + 2 * 4)
+            tiling = gemm.choose_tiling(shape, blocks, k, terms)
+            assert tiling.blocks * tiling.chunks >= blocks
+            codes = tiling.blocks * k * (terms * tiling.rows + tiling.columns)
+            outputs = tiling.rows * tiling.columns * (4 + 2 * 4)
             assert 2 * codes + outputs < gemm.VMEM_LIMIT

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from fbq_jax import dot_general, recipes
+from fbq_jax.sharding import layer_names
 from tests.collectives import collectives
 from tests.kernels import tpu_tools
 from tests.kernels.quantize_cases import near
@@ -12,6 +13,12 @@ from tests.kernels.tpu_tools import needs_compiler, on_tpu  # noqa: F401 (a fixt
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("on_tpu")]
 SHAPE = M, K, N = 2048, 1024, 1024
+
+
+@pytest.fixture(autouse=True)
+def partitioned(monkeypatch):
+    """Programs for several TPUs warn once that they run as jax.numpy code."""
+    monkeypatch.setattr(layer_names, "_warned", {})
 
 
 def exchanged(program):
@@ -24,13 +31,15 @@ def exchanged(program):
 @pytest.mark.parametrize("generation", ["v5e", "v5p"])
 def test_fsdp_gathers_the_weight_twice_in_int8(generation):
     mesh = tpu_tools.mesh_of(generation, tpu_tools.FSDP)
-    program = tpu_tools.compile_layer(mesh, recipes.rowwise, SHAPE)
+    with pytest.warns(UserWarning, match="jax.numpy code in this program for several"):
+        program = tpu_tools.compile_layer(mesh, recipes.rowwise, SHAPE)
     assert exchanged(program) == [("all-gather", "s8", K * N)] * 2
 
 
 def test_tensor_parallel_layers_gather_nothing():
     mesh = tpu_tools.mesh_of("v5e", tpu_tools.TENSOR)
-    program = tpu_tools.compile_layer(mesh, recipes.rowwise, SHAPE)
+    with pytest.warns(UserWarning, match="jax.numpy code in this program for several"):
+        program = tpu_tools.compile_layer(mesh, recipes.rowwise, SHAPE)
     assert exchanged(program) == []
     sums = [x.size for x in collectives(program) if x.bytes > 2**17]
     assert sorted(sums) == sorted([M // 2 * K, K * N // 4])  # of dX, of dW

@@ -16,43 +16,27 @@ SIDES = {128, 256, None}
 quantize = jitted(module.quantize)
 
 
-def supported(*tables):
-    """The cases with blocks of these sides, of which the first of a table is fast."""
+def supported(*tables, fast=1):
+    """The cases with blocks of these sides, of which each table's first is fast."""
     return [
         case
         for table in tables
         for case in with_first_fast(
-            case.without_sums() for case in table if case.sides <= SIDES
+            (case.with_sums(False) for case in table if case.sides <= SIDES), fast
         )
     ]
 
 
 @pytest.mark.parametrize(
     "case",
-    supported(
-        cases.BLOCKS,
-        cases.FALLBACK,
-        cases.GROUPED[:5],
-        cases.GROUPED[5:],
-        cases.GATES,
-        cases.GRADS,
-    ),
+    [
+        *supported(cases.BLOCKS, cases.FALLBACK, cases.GROUPED),
+        *supported(cases.GROUPED_FALLBACK, cases.GATES, cases.GRADS),
+        *with_first_fast([*cases.VECTORS, cases.GATHERED[1]]),
+        *supported(cases.NORMS, cases.GATES_OF_TILES, cases.GRADS_OF_TILES, fast=0),
+    ],
 )
 def test_matches_the_reference(case):
-    cases.check(quantize, case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "case",
-    supported(cases.NORMS, cases.GATES_OF_TILES, cases.GRADS_OF_TILES),
-)
-def test_other_sources_match_the_reference(case):
-    cases.check(quantize, case)
-
-
-@pytest.mark.parametrize("case", with_first_fast([*cases.VECTORS, cases.GATHERED[1]]))
-def test_vectors(case):
     cases.check(quantize, case)
 
 
@@ -82,7 +66,7 @@ def test_vectors_of_several_tiles(monkeypatch):
 
 @pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
 def test_special_values(dtype):
-    blocks = [case.without_sums() for case in cases.special_blocks(dtype, (128, 128))]
+    blocks = [case.with_sums(False) for case in cases.special_blocks(dtype, (128, 128))]
     for case in cases.special_vectors(dtype) + blocks:
         cases.check(quantize, case, folds=False)
 

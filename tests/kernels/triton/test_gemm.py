@@ -1,70 +1,47 @@
-"""The Triton GEMM: what it computes in Triton's interpreter, and how it compiles."""
+"""The Triton GEMM: what it computes in Triton's interpreter."""
 
 import functools
-import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.kernels import reference
-from tests.compile_tools import SHARED_MEMORY
 from tests.kernels import gemm_cases, triton_tools
-from tests.kernels.gemm_cases import FLOAT8_CASES
+from tests.kernels.gemm_cases import CASES, FLOAT8_CASES
 from tests.marks import with_first_fast
 
 
-def interpreted(sm):
+def interpreted(sm=90):
     return functools.partial(triton_tools.interpreted("gemm").matmul, sm=sm)
 
 
-# Each has what other cases have one by one, or other sizes of block.
-SLOW = {
-    "32x128x256 blocks",
-    "64x256x32 blocks",
-    "128x32x256 blocks",
-    "256x64x64 blocks",
-    "aligned, fallback",
-    "unaligned",
-    "few rows of many K blocks",
-    "scales of few rows",
-    "256x256x256 blocks",
-    "many tiles",
-    "few rows, fallback",
-    "no block falls back",
-    "32x32x32 blocks",
+# Blocks with and without residual, scales of rows and columns, one element.  Each of
+# the others has what these have one by one, or other sizes of block.
+FAST = {
+    *("aligned", "unaligned, fallback", "one element", "every block falls back"),
+    *("scales of rows", "scales of rows and columns", "scales of columns"),
 }
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SLOW))
-        for name in gemm_cases.CASES
-    ],
-)
-def test_matches_float64(name):
-    gemm_cases.check_against_float64(interpreted(90), gemm_cases.CASES[name])
+FLOAT8 = [*FLOAT8_CASES.values(), *gemm_cases.FLOAT8_SMALL_CASES.values()]
 
 
 @pytest.mark.parametrize(
     "case",
-    with_first_fast([*FLOAT8_CASES.values(), *gemm_cases.FLOAT8_SMALL_CASES.values()]),
+    [
+        *[CASES[name] for name in CASES if name in FAST],
+        *with_first_fast([CASES[name] for name in CASES if name not in FAST], 0),
+        *with_first_fast(FLOAT8),
+        gemm_cases.ROWS_AND_FALLBACK,
+    ],
 )
-def test_float8_matches_float64(case):
-    gemm_cases.check_against_float64(interpreted(90), case)
-
-
-def test_scales_of_rows_with_fallback_match_float64():
-    gemm_cases.check_against_float64(interpreted(90), gemm_cases.ROWS_AND_FALLBACK)
+def test_matches_float64(case):
+    gemm_cases.check_against_float64(interpreted(), case)
 
 
 @pytest.mark.parametrize(
     "name", with_first_fast(["unaligned, fallback", "32x32x32 blocks"])
 )
 def test_matches_float64_on_ampere(name):
-    gemm_cases.check_against_float64(interpreted(80), gemm_cases.CASES[name])
+    gemm_cases.check_against_float64(interpreted(80), CASES[name])
 
 
 @pytest.mark.parametrize("name", with_first_fast(["unaligned, fallback", "aligned"]))
@@ -72,41 +49,29 @@ def test_tiles_in_halves_match_float64(name):
     module = triton_tools.interpreted("gemm")
     config = module.Config(128, 128, halves=2, num_warps=4, num_stages=3, group=2)
     matmul = functools.partial(module.matmul, sm=90, config=config)
-    gemm_cases.check_against_float64(matmul, gemm_cases.CASES[name])
+    gemm_cases.check_against_float64(matmul, CASES[name])
 
 
-def test_reference_matches_float64():
-    case = gemm_cases.CASES["unaligned, fallback"]
-    matmul = jax.jit(reference.matmul, static_argnames="dtype")
-    gemm_cases.check_against_float64(matmul, case)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rounds once to float16", "outlier scale", "NaN scales", "extreme scales"),
+        pytest.param("extreme scales, bfloat16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_products(name):
+    gemm_cases.CHECKS[name](interpreted())
 
 
-@pytest.mark.parametrize("dtype", with_first_fast([jnp.float32, jnp.bfloat16]))
-def test_extreme_scales(dtype):
-    gemm_cases.check_extreme_scales(interpreted(90), dtype)
-    matmul = jax.jit(reference.matmul, static_argnames="dtype")
-    gemm_cases.check_extreme_scales(matmul, dtype)
+@pytest.mark.exhaustive
+def test_nan_scales_of_small_blocks_propagate():
+    gemm_cases.check_nan_scales(interpreted(), (32, 64, 32))
 
 
-def test_rounds_once():
-    gemm_cases.check_rounds_once(interpreted(90), jnp.float16)
-
-
-def test_outlier_scale_leaves_other_rows_accurate():
-    gemm_cases.check_outlier_scale(interpreted(90))
-
-
-@pytest.mark.parametrize("blocks", with_first_fast([(128, 128, 128), (32, 64, 32)]))
-def test_nan_scales_propagate(blocks):
-    gemm_cases.check_nan_scales(interpreted(90), blocks)
-
-
-def test_long_contraction_does_not_overflow():
-    gemm_cases.check_extreme_codes(interpreted(90), k=256)
-
-
-def test_largest_products_are_converted_exactly_on_ampere():
-    gemm_cases.check_extreme_codes(interpreted(80), k=256, K=600)
+@pytest.mark.parametrize(("sm", "K"), [(90, 140_032), (80, 600)])
+def test_extreme_codes(sm, K):
+    """Ampere's conversion of the largest products is exact, too."""
+    gemm_cases.check_extreme_codes(interpreted(sm), k=256, K=K)
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
@@ -164,81 +129,3 @@ def test_max_abs_sum():
     expected = np.abs(codes.astype(int)).reshape(2, 2, 128, 3, 128).sum(4)
     np.testing.assert_array_equal(sums, expected.max(2))
     assert sums[1, 1, 1] == 128 * 128
-
-
-@functools.cache
-def compiled(shape, blocks, fallback, sm, codes="int8"):
-    """Compiles the GEMM, and checks that the kernels before it do not spill."""
-    (M, K, N), (m, k, n) = shape, blocks
-    *others, gemm = triton_tools.compile_kernels(
-        "gemm",
-        "matmul",
-        gemm_cases.shapes((2, M, K), (m, k), codes, fallback=fallback),
-        gemm_cases.shapes((2, N, K), (n, k), codes),
-        capability=sm,
-        sm=sm,
-        dtype=jnp.bfloat16,
-    )
-    assert all(kernel.spills == 0 for kernel in others)
-    return gemm
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("shape", "blocks"),
-    [
-        ((4096, 4096, 4096), (128, 128, 128)),
-        ((1000, 1000, 1000), (256, 256, 256)),
-        ((1000, 1000, 1000), (32, 64, 32)),
-        ((4096, 4096, 4096), (1, 128, 128)),
-        ((4096, 4096, 4096), (1, 128, 1)),
-    ],
-)
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("sm", SHARED_MEMORY)
-def test_compiles_to_tensor_core_products_without_spills(sm, fallback, shape, blocks):
-    gemm = compiled(shape, blocks, fallback, sm)
-    product = r"wgmma\.mma_async\S*s32\.s8\.s8" if sm == 90 else r"mma\.sync\S*s32\.s8"
-    assert re.search(product, gemm.ptx)
-    assert gemm.spills == 0
-    assert gemm.shared <= SHARED_MEMORY[sm]
-    assert ("cvt.rn.f32.s32" in gemm.ptx) == (sm >= 89)
-    assert "cvt.rn.bf16x2.f32" in gemm.ptx
-    assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("shape", "blocks"),
-    [
-        ((1000, 1000, 1000), (1, 32, 32)),
-        ((4096, 4096, 4096), (1, 128, 128)),
-        ((4096, 4096, 4096), (1, 128, 1)),
-    ],
-)
-@pytest.mark.parametrize("sm", [sm for sm in SHARED_MEMORY if sm >= 89])
-def test_float8_compiles_to_tensor_core_products_without_spills(sm, shape, blocks):
-    gemm = compiled(shape, blocks, False, sm, "float8_e4m3fn")
-    products = {90: r"wgmma\.mma_async\S*f32\.e4m3\.e4m3"}
-    product = products.get(sm, r"mma\.sync\S*f32\.e4m3\.e4m3")
-    assert re.search(product, gemm.ptx)
-    assert gemm.spills == 0
-    assert gemm.shared <= SHARED_MEMORY[sm]
-    assert "cp.async.cg.shared.global" in gemm.ptx, "loads are not 16 bytes wide"
-
-
-@pytest.mark.parametrize("codes", with_first_fast(["int8", "float8_e4m3fn"]))
-def test_each_scale_of_a_row_is_loaded_once(codes):
-    """Without care, the compiler loads it for every column."""
-    gemm = compiled((4096, 4096, 4096), (1, 128, 128), False, 90, codes)
-    rows_of_a_thread = 2
-    assert gemm.ptx.count("ld.global") == rows_of_a_thread + 1
-    assert gemm.ptx.count("mul.rn.f32") == rows_of_a_thread
-
-
-@pytest.mark.parametrize("fallback", with_first_fast([False, True]))
-def test_two_programs_share_a_multiprocessor_of_hopper(fallback):
-    gemm = compiled((4096, 4096, 4096), (128, 128, 128), fallback, 90)
-    assert gemm.spills == 0
-    assert 2 * 32 * gemm.num_warps * gemm.registers <= 2**16
-    assert 2 * (gemm.shared + 1024) <= 228 * 1024

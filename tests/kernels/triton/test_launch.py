@@ -1,6 +1,5 @@
 """Kernels compile in other threads, and XLA launches them in its CUDA graphs."""
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -214,12 +213,19 @@ def negate(x, out, COUNT: tl.constexpr):
     tl.store(out + i, -tl.load(x + i))
 
 
+F32 = jax.ShapeDtypeStruct((128,), jnp.float32)
+
+
+def call_of(kernel, sizes, programs=None, **constants):
+    """A launch of one program on arrays of 128 floats."""
+    constants = tuple(sorted({"COUNT": 128, **constants}.items()))
+    return Call(kernel, sizes, (F32,), (1,), 4, 1, (), constants, programs)
+
+
 def compiled_add():
     """Integers of 32 bits, of 32 that the kernel extends to 64, and of 64; and a 1."""
-    f32 = jax.ShapeDtypeStruct((128,), jnp.float32)
-    sizes = (None, 3, 1, None, 100, 2**40)
-    call = Call(add, sizes, (f32,), (1,), 4, 1, (), (("COUNT", 128), ("unit", 5)))
-    return call, call.compile([f32, f32], 90)
+    call = call_of(add, (None, 3, 1, None, 100, 2**40), unit=5)
+    return call, call.compile([F32, F32], 90)
 
 
 def test_the_ptx_of_a_call_takes_addresses_only(tmp_path):
@@ -239,12 +245,10 @@ def test_the_ptx_of_a_call_takes_addresses_only(tmp_path):
 
 
 def test_registers_leave_room_for_the_programs_of_a_multiprocessor():
-    f32 = jax.ShapeDtypeStruct((128,), jnp.float32)
-    call = Call(negate, (None,), (f32,), (1,), 4, 1, (), (("COUNT", 128),), 12)
-    assert ".maxnreg 40" in call.ptx(call.compile([f32], 90))  # of 42.7
-    free = dataclasses.replace(call, programs=None)
-    assert ".maxnreg" not in free.ptx(free.compile([f32], 90))
-    assert free.compiled_for([f32]) != call.compiled_for([f32])
+    call, free = (call_of(negate, (None,), programs) for programs in (12, None))
+    assert ".maxnreg 40" in call.ptx(call.compile([F32], 90))  # of 42.7
+    assert ".maxnreg" not in free.ptx(free.compile([F32], 90))
+    assert free.compiled_for([F32]) != call.compiled_for([F32])
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="threads may parse together")
@@ -265,11 +269,9 @@ def test_threads_parse_one_after_the_other(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
     for kernel in (add, negate):
         monkeypatch.setattr(kernel, "hash", None)  # as in a new process
-    f32 = jax.ShapeDtypeStruct((128,), jnp.float32)
     with futures.ThreadPoolExecutor(4) as threads:
         compilations = [threads.submit(compiled_add) for _ in range(4)]
-        call = Call(negate, (None,), (f32,), (1,), 4, 1, (), (("COUNT", 128),))
-        call.compile([f32], 90)
+        call_of(negate, (None,)).compile([F32], 90)
         assert len({done.result()[1].hash for done in compilations}) == 1
     assert len(overlaps) > 5
     assert not any(overlaps)

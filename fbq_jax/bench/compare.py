@@ -1,0 +1,145 @@
+"""Measures several programs that compute the same, in one run."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from fbq_jax.bench import measure
+from fbq_jax.bench.measure import Effort, RunningStep
+from fbq_jax.bench.results import Row, row, with_ratios
+
+_THREADS = 8  # that compile
+_STEPS_INTO_RANGE = 4
+
+Results = Sequence[jax.Array]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One way to compute what is compared.
+
+    Attributes:
+      what: the recipe or library, as a row names it.
+      implementation: the backend that computes the products.
+      step: the compiled function ``(state, *inputs) -> (new state, results)``.
+      start: makes the first state, which ``step`` may donate.
+      compile_s: seconds of tracing and compilation.
+      rates: the layers' fallback rates in the last step, from its state; empty without
+        fallback.
+      target_rate: the range of the rates.
+    """
+
+    what: str
+    implementation: str
+    step: Callable[..., tuple[Any, Any]]
+    start: Callable[[], Any]
+    compile_s: float
+    rates: Callable[[Any], Sequence[float]] = lambda _: ()
+    target_rate: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What all programs compute, and how they are measured.
+
+    Attributes:
+      shape: the sizes, as ``report.HEADINGS`` names them.
+      work: operations of a step.
+      inputs: the arguments of a step after the state.
+      limits: the largest errors of the results, in their order, by name.
+      settling_steps: the steps before results are checked and a step is timed.
+      results: runs the last of these steps and returns what is checked.
+      exact: what results are compared with; by default the first program's.
+      checks_rates: whether all fallback rates must be in their range.
+      burst_of: what a burst times.
+    """
+
+    shape: tuple[int, ...]
+    work: float
+    inputs: tuple[Any, ...]
+    limits: Mapping[str, float]
+    settling_steps: int = 1
+    results: Callable[[RunningStep], Results] = RunningStep.__call__
+    exact: Results = ()
+    checks_rates: bool = False
+    burst_of: Literal["kernels", "calls"] = "calls"
+
+    def rows(self, programs: Sequence[Program], effort: Effort) -> Iterator[Row]:
+        """The row of each program; the first one is the baseline.
+
+        Raises:
+          WrongResultError: an error is above its limit, or a fallback rate is outside
+            the recipe's range.
+        """
+        return with_ratios(self._rows(programs, effort))
+
+    def _rows(self, programs: Sequence[Program], effort: Effort) -> Iterator[Row]:
+        exact = self.exact
+        for program in programs:
+            what = f"{program.what} at {self.shape}"
+            step = RunningStep(program.step, program.start(), *self.inputs)
+            for _ in range(self.settling_steps - 1):
+                step()
+            results = self.results(step)
+            exact = exact or results
+            errors = measure.checked_errors(self.limits, results, exact, what)
+            timing = measure.timing(step, effort=effort, burst_of=self.burst_of)
+            if self.checks_rates:
+                require_rates(program, step, what)
+            rates = program.rates(step.state)
+            yield row(
+                timing,
+                self.work,
+                what=program.what,
+                implementation=program.implementation,
+                shape=self.shape,
+                fallback=sum(rates) / len(rates) if rates else None,
+                errors=errors,
+                compile_s=program.compile_s,
+            )
+
+
+def require_rates(program: Program, step: RunningStep, what: str) -> None:
+    """Checks that the fallback rates of all layers are in their range.
+
+    As weights change, a rate leaves the range for single steps: then its threshold
+    moves. So this runs a few steps more if they are needed.
+
+    Raises:
+      WrongResultError: a rate does not come into the range.
+    """
+    low, high = program.target_rate
+    for _ in range(_STEPS_INTO_RANGE + 1):
+        rates = program.rates(step.state)
+        if all(low <= rate <= high for rate in rates):
+            return
+        step()
+    raise measure.WrongResultError(
+        f"{what} has layers with fallback rates from {min(rates):.1%} to "
+        f"{max(rates):.1%}, outside the recipe's range of {low:.1%} to {high:.1%}; its "
+        "time is not reported"
+    )
+
+
+def compile_step(step: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """Compiles a step that donates its state; returns it and the seconds it took.
+
+    A kernel that this process has compiled for another program adds little to them.
+    """
+    start = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
+    return compiled, time.perf_counter() - start
+
+
+def compile_all(compilations: Sequence[Callable[[], Program]]) -> list[Program]:
+    """Compiles the first program, then all others at the same time.
+
+    XLA chooses the kernels of the first one, which is in bf16, by timing them.
+    """
+    first, *others = compilations
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [first(), *pool.map(lambda compilation: compilation(), others)]

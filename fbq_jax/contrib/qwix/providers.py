@@ -1,0 +1,162 @@
+"""Calls models whose products Qwix's provider and LoRA see."""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
+from qwix import QuantizationProvider, quantize_model
+
+from fbq_jax.contrib.qwix.internals import (
+    current_module,
+    disable_interceptions,
+    is_lora_active,
+)
+from fbq_jax.contrib.qwix.products import Modules, Products, Weight
+from fbq_jax.core.frozen_weight import FrozenKernel
+from fbq_jax.core.threshold import layer_path
+from fbq_jax.linen.frozen import KERNEL
+from fbq_jax.linen.state import calling_module
+
+# What layers call, and the function that LoRA replaces, which they call in float.  All
+# classes of dots have one ``__call__``.
+_OP_CALLS = {
+    "fbq_jax.FallbackDot.__call__": "jax.lax.dot_general",
+    "fbq_jax.FallbackEinsum.__call__": "jax.numpy.einsum",
+    "fbq_jax.nnx.FallbackEinsum.__call__": "jax.numpy.einsum",
+    "fbq_jax.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+    "fbq_jax.nnx.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+}
+
+
+class OpCalls(QuantizationProvider):
+    """Shows the products of ops to Qwix's LoRA.
+
+    LoRA replaces functions of JAX, and adds to the products that it finds.  A layer
+    with an op calls none of these functions.  Here it calls the one that it would call
+    in float, and ``Products`` calls the op for the product inside.
+    """
+
+    def __init__(self, products: Products, *, disable_jit: bool):
+        super().__init__([], disable_jit=disable_jit)
+        self.products = products
+
+    def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
+        """What Qwix replaces."""
+        calls: dict[str, Callable[..., Any]] = {
+            name: functools.partial(self.call, function)
+            for name, function in _OP_CALLS.items()
+        }
+        if self.products.modules.sees_activations:
+            calls["jax.numpy.einsum"] = self.einsum
+        return calls
+
+    def einsum(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``jnp.einsum``, and tells its first operand from the second."""
+        self.products.second = args[2] if len(args) == 3 else None
+        try:
+            return jnp.einsum(*args, **kwargs)
+        finally:
+            self.products.second = None
+
+    def call(self, function: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls an op, or the function that it stands for."""
+        if not is_lora_active(function):
+            return disable_interceptions(op)(*args, **kwargs)
+        position = 2 if function == "jax.numpy.einsum" else 1
+        rhs = jnp.asarray(args[position])  # may be a FrozenKernel
+        args = (*args[:position], rhs, *args[position + 1 :])
+        self.products.called = Weight(rhs, getattr(op, "dot_general", op))
+        try:
+            with _shown_to_lora(rhs):
+                y = _function(function)(*args, **kwargs)
+            if self.products.called is None:
+                return y
+        finally:
+            self.products.called = None
+        raise ValueError(
+            "a LoraRule has a weight_qtype or an act_qtype for a layer that fbq_jax "
+            "quantizes: omit them"
+        )
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """A function of JAX, or what Qwix has in its place now."""
+    found: Callable[..., Any] = operator.attrgetter(name.removeprefix("jax."))(jax)
+    return found
+
+
+@contextlib.contextmanager
+def _shown_to_lora(weight: jax.Array) -> Iterator[None]:
+    """Lets LoRA find the weight of a frozen layer, which has codes in its place.
+
+    LoRA names its own parameters after the one that a layer multiplies by.
+    """
+    if calling_module() is not None:
+        _refuse_frozen_linen()
+        yield
+        return
+    fields = vars(current_module() or nnx.Module())
+    frozen = {
+        n: value for n, value in fields.items() if isinstance(value, FrozenKernel)
+    }
+    fields.update({name: nnx.Param(weight) for name in frozen})
+    try:
+        yield
+    finally:
+        fields.update(frozen)
+
+
+def _refuse_frozen_linen() -> None:
+    """Raises ValueError if the Linen layer that is running is frozen."""
+    module = calling_module()
+    assert module is not None
+    if isinstance(module.get_variable("params", KERNEL), FrozenKernel):
+        refuse_lora(layer_path(module.path))
+
+
+def refuse_lora(layer: str) -> NoReturn:
+    """Raises ValueError, because LoRA reaches a frozen layer of Linen."""
+    raise ValueError(
+        f"layer {layer!r} is frozen, and LoRA finds no parameter in it: use NNX for "
+        "LoRA on a frozen base, or LoRA without freeze"
+    )
+
+
+class _Call(nnx.Module):
+    """A model for Qwix that calls a function."""
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    # Qwix calls Flax's methods of these names, which warn that they are deprecated.
+
+    def iter_modules(self) -> Iterator[tuple[tuple[Any, ...], nnx.Module]]:
+        return nnx.iter_modules(self)
+
+    def set_attributes(self, **attributes: Any) -> None:  # type: ignore[override]
+        vars(self).update(attributes)
+
+
+def call_quantized(modules: Modules, function: Callable[[], Any]) -> Any:
+    """Calls a function whose products with parameters are computed by their ops."""
+    # Outside jit, JAX runs functions that it has compiled without a call in Python.
+    is_eager = not unsafe_am_i_under_a_jit_DO_NOT_USE()
+    products = Products(modules, disable_jit=is_eager)
+    op_calls = OpCalls(products, disable_jit=is_eager)
+
+    def call_with_ops() -> Any:
+        return _call(op_calls, function)
+
+    return _call(products, call_with_ops)
+
+
+def _call(provider: QuantizationProvider, function: Callable[[], Any]) -> Any:
+    """Calls a function in which a provider replaces functions, in this thread."""
+    model: Any = quantize_model(_Call(), provider, skip_nnx_init=True)
+    return model(function)

@@ -1,0 +1,269 @@
+"""Traces NNX models: their products, and the codes of their weights."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fbq_jax.core.frozen_weight import Making, make_codes
+from fbq_jax.core.threshold import ROOT
+from fbq_jax.core.tracing import (
+    OUTPUTS,
+    find_dependents,
+    find_readers,
+    split_arrays,
+    trace,
+)
+from fbq_jax.nnx.dot import (
+    MADE,
+    FallbackState,
+    FrozenCodes,
+    StepCodes,
+    dot_name,
+    is_activations_dot,
+    product_recorder,
+)
+from fbq_jax.nnx.naming import dots_by_path
+from fbq_jax.recipes.rules_report import ProductRecorder, QuantizedParameter
+
+
+def split_model(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A call of a model as a function of its variables, and these by their paths.
+
+    The function takes the variables, arguments and keyword arguments.  It returns the
+    outputs, and the variables afterwards that are no parameters.
+    """
+    split: Any = nnx.split(model)
+    graphdef, state = split
+    flat = {_join(path): (path, value) for path, value in nnx.to_flat_state(state)}
+
+    def call(variables: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+        state = {flat[name][0]: value for name, value in variables.items()}
+        model: Any = nnx.merge(graphdef, nnx.from_flat_state(state))
+        outputs = model(*args, **kwargs)
+        return outputs, nnx.state(model, nnx.Not(nnx.Param))
+
+    return call, {name: value for name, (_, value) in flat.items()}
+
+
+def name_ops(model: nnx.Module) -> nnx.Module:
+    """A copy of a model whose ops know their paths, by which they tell of themselves.
+
+    JAX traces it anew, and each of its layers, because the paths are static.
+    """
+    model = nnx.clone(model)
+    for path, dot in dots_by_path(model).items():
+        dot.layer = dot.layer or path
+    return model
+
+
+def trace_call(model: nnx.Module, args: Any, kwargs: Any) -> None:
+    """Traces a call of a model, which does not change, and computes nothing."""
+    call, variables = split_model(model)
+
+    def run(*inputs: Any) -> None:
+        call(*inputs)
+
+    trace(run, variables, args, kwargs)
+
+
+def trace_products(
+    model: nnx.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[QuantizedParameter]:
+    """The quantized products of a call, without their rules; computes nothing.
+
+    Args:
+      model: does not change.
+      args: the arguments of a call; arrays may be ``jax.ShapeDtypeStruct``.
+      kwargs: keyword arguments of the same call.
+    """
+    recorder = ProductRecorder()
+    with product_recorder(recorder):
+        trace_call(name_ops(model), args, kwargs)
+    modules = {_join(path): module for path, module in nnx.iter_modules(model)}
+    dots, names = dots_by_path(model), parameter_paths(model)
+    products = []
+    for product in recorder.products:
+        path = "" if product.layer == ROOT else product.layer
+        size = math.prod(product.shape) * math.prod(dots[product.layer].theta.shape)
+        if not path.endswith(dot_name("")):
+            weights = {
+                name: value
+                for name, value in vars(modules[path]).items()
+                if isinstance(value, nnx.Param) and value.size == size
+            }
+        else:  # the op of a parameter, or of a product of two activations
+            path, _, name = path.rpartition("/")
+            if is_activations_dot(name):
+                continue
+            name = name.removesuffix(dot_name(""))
+            weights = {name: getattr(modules[path], name)}
+        known = [weights["kernel"]] if "kernel" in weights else [*weights.values()]
+        parameter = names[id(known[0])] if len(known) == 1 else path
+        products.append(product._replace(layer=path, parameter=parameter))
+    return products
+
+
+def matrices_of(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that have two or more axes in one layer.
+
+    A parameter with the axes of a stack is one of its layers' if the layers around it
+    are in that stack.
+    """
+    stacks = {}
+    for path, dot in dots_by_path(model).items():
+        is_own = path.endswith(dot_name("")) or path == ROOT
+        stacks[path.rpartition("/")[0] if is_own else path] = dot.theta.shape
+
+    def stack_around(module: str) -> tuple[int, ...]:
+        inside = [
+            x for path, x in stacks.items() if f"{path}/".startswith(f"{module}/")
+        ]
+        if inside or not module:
+            return min(inside, key=len, default=())
+        return stack_around(module.rpartition("/")[0])
+
+    shapes = {}
+    for keys, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
+        path = _join(k.key for k in keys if isinstance(k, jax.tree_util.DictKey))
+        stack = stack_around(path.rpartition("/")[0])
+        if leaf.ndim - len(stack) * (set(stack) <= set(leaf.shape)) >= 2:
+            shapes[path] = leaf.shape
+    return shapes
+
+
+def parameter_paths(model: nnx.Module) -> dict[int, str]:
+    """The path of each parameter, by its ``id``.
+
+    Layers may share a parameter, which has the path of the first one only.
+    """
+    return {
+        id(value): _join(path)
+        for path, value in nnx.iter_graph(model)
+        if isinstance(value, nnx.Param)
+    }
+
+
+def read_parameters(
+    model: nnx.Module,
+    names: Iterable[str],
+    layers: Iterable[str],
+    args: Any,
+    kwargs: Any,
+) -> list[str]:
+    """The parameters that a call reads other than by products of layers.
+
+    Args:
+      model: does not change.
+      names: the paths of the parameters to look for.
+      layers: the paths of the layers' ops.
+      args: the arguments of a call.
+      kwargs: keyword arguments of the same call.
+    """
+    call, others = split_model(name_ops(model))
+    values = {name: others.pop(name) for name in dict.fromkeys(names)}
+
+    def run(values: dict[str, Any], inputs: Any) -> Any:
+        others, args, kwargs = inputs
+        return call({**others, **values}, args, kwargs)
+
+    return find_readers(run, values, (others, args, kwargs), list(layers))
+
+
+def changing_weights(
+    model: nnx.Module,
+    layers: Iterable[str],
+    args: Any,
+    kwargs: Any,
+    *,
+    of_kernels: bool = False,
+) -> list[str]:
+    """The layers whose weights are not the same in each call.
+
+    Args:
+      model: does not change.
+      layers: the paths of the layers' ops.
+      args: the arguments of a call.
+      kwargs: keyword arguments of the same call.
+      of_kernels: whether weights may depend on parameters ``kernel`` only; otherwise
+        they may depend on all variables.
+    """
+    call, variables = split_model(name_ops(model))
+    changing = {
+        name: variables.pop(name)
+        for name, value in list(variables.items())
+        if of_kernels
+        and not name.endswith("kernel")
+        and not isinstance(value, FallbackState)
+    }
+
+    def run(moving: Any, fixed: Any) -> Any:
+        changing, args, kwargs = moving
+        return call({**changing, **fixed}, args, kwargs)
+
+    moving = changing, args, kwargs
+    return sorted(find_dependents(run, moving, variables, list(layers)) - {OUTPUTS})
+
+
+def make_weights(
+    model: nnx.Module, making: Making, args: Any, kwargs: Any
+) -> dict[str, Any]:
+    """The codes that the layers of a model make of their weights, by their paths.
+
+    A call of the model is compiled, of which XLA keeps only what makes the codes.
+
+    Args:
+      model: its ops have the paths that ``making`` asks for.
+      making: the layers, and what their codes are for.
+      args: the arguments of a call; arrays may be ``jax.ShapeDtypeStruct``.
+      kwargs: keyword arguments of the same call.
+    """
+    with make_codes(making):
+        trace_call(model, args, kwargs)
+        graphdef, state = nnx.split(model)
+        arrays, rebuild = split_arrays((state, args, kwargs))
+
+        @jax.jit
+        def run(arrays: list[Any]) -> dict[str, Any]:
+            state, args, kwargs = rebuild(arrays)
+            model: Any = nnx.merge(graphdef, state)
+            _make_places(model, making)
+            model(*args, **kwargs)
+            return {
+                str(dot.layer): getattr(dot, MADE).get_value()
+                for dot in dots_by_path(model).values()
+                if hasattr(dot, MADE)
+            }
+
+        weights = run(arrays)
+    for layer, (_, count) in weights.items():
+        if not isinstance(count, jax.core.Tracer) and np.any(np.asarray(count) > 1):
+            raise ValueError(
+                f"layer {layer!r} multiplies by several weights with one op: freeze "
+                "takes layers that multiply by one parameter, in one way"
+            )
+    return {x: codes for x, (codes, _) in weights.items() if x not in making.left}
+
+
+def _make_places(model: nnx.Module, making: Making) -> None:
+    """Gives ops variables for the codes that a trace of the model has announced."""
+    kind = StepCodes if making.for_step else FrozenCodes
+    for dot in dots_by_path(model).values():
+        if dot.layer not in making.made:
+            continue
+        _, shapes = making.made[dot.layer]
+        stack = dot.theta.shape
+        codes = [
+            jnp.zeros((*stack, *x.shape), x.dtype) for x in jax.tree.leaves(shapes)
+        ]
+        codes = jax.tree.unflatten(jax.tree.structure(shapes), codes)
+        place: nnx.Variable[Any] = kind((codes, jnp.zeros(stack, jnp.int32)))
+        setattr(dot, MADE, nnx.data(place))
+
+
+def _join(parts: Iterable[Any]) -> str:
+    return "/".join(map(str, parts))

@@ -1,0 +1,215 @@
+"""The Llama's benchmarks, at sizes that a CPU can multiply."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.llama import mesh
+from examples.llama.step import TrainState
+from experiments.bench import (
+    accumulation,
+    block,
+    harness,
+    memory,
+    parity,
+    profile,
+    scaling,
+    train,
+)
+from fbq_jax import recipes
+from fbq_jax.bench import matmuls, measure
+from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
+
+
+@pytest.fixture
+def few_recipes(monkeypatch):
+    few = {"bf16": None, "fallback": float_backward(recipes.fallback)}
+    monkeypatch.setattr(harness, "recipes", lambda: few)
+
+
+def test_recipes():
+    assert list(harness.recipes()) == ["bf16", *matmuls.TIMED]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("standard_promotion", "few_recipes")
+def test_block(monkeypatch):
+    monkeypatch.setattr(block, "REMATS", (("bf16", "full"),))
+    shape = 256, 384, 256
+    measured = list(block.rows([shape], **OPTIONS))
+    # Two query heads share keys and values; the vocabulary is one token.
+    weights = 256 * 256 * 3 + 256 * 384 * 3 + 256
+    check_rates(measured, lambda _: 6 * 256 * (weights + 128 * 256))
+    bf16, row, full = measured
+    assert (bf16.what, row.what, row.shape) == ("bf16", "fallback", shape)
+    assert full.what == "bf16, remat full"
+    assert max(full.errors.values()) < 0.01
+    assert full.saved_bytes < row.saved_bytes
+    assert set(row.errors) == {"y", "dx"}
+    assert bf16.errors["dx"] == 0.0 < row.errors["dx"]
+    assert bf16.fallback is None
+    assert 0.05 < row.fallback < 0.5
+    assert row.saved_bytes < 0.62 * bf16.saved_bytes
+    assert row.peak_bytes > 0
+    assert row.compile_s > 0.0
+
+
+@pytest.mark.usefixtures("few_recipes")
+def test_profile(monkeypatch):
+    program = types.SimpleNamespace(implementation="xla", step=None, operands=())
+    monkeypatch.setattr(block, "prepare", lambda *_: program)
+    kernels = [("a", 5.0), ("b", 3.0), ("a", 1.0), ("c", 0.01)]
+    monkeypatch.setattr(measure, "kernels", lambda *_: kernels)
+    rows = list(profile.rows([(256, 384, 512)], **OPTIONS))
+    names = ["all kernels", "a", "b", "shorter ones"]
+    assert [row.what.rpartition(": ")[2] for row in rows] == 2 * names
+    assert [row.ms for row in rows[4:]] == pytest.approx([9.01, 6.0, 3.0, 0.01])
+    assert sum(row.rate for row in rows[5:]) == pytest.approx(100.0)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_train(monkeypatch):
+    # bf16 twice: test_block covers the recipes.
+    monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, "again": None})
+    monkeypatch.setattr(harness, "VOCABULARY", 256)
+    measured = list(train.rows([(128, 256, 1, 2)], **OPTIONS))
+    weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
+    check_rates(measured, lambda _: 6 * 2 * 128 * (weights + 128 * 128))
+    names = ["bf16", "again", "bf16, unrolled", "again, unrolled"]
+    assert [row.what for row in measured] == names
+    for row in measured:
+        assert row.errors == {"loss": 0.0, "grad_norm": 0.0}
+        assert row.peak_bytes > 0
+    assert measured[0].ratio == measured[2].ratio == 1.0
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_accumulation(monkeypatch):
+    monkeypatch.setattr(
+        harness, "recipes", lambda: {"bf16": None, "block": recipes.block}
+    )
+    monkeypatch.setattr(harness, "VOCABULARY", 256)
+    measured = list(accumulation.rows([(128, 256, 1, 2, 3)], **OPTIONS))
+    weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
+    check_rates(measured, lambda _: 3 * 6 * 2 * 128 * (weights + 128 * 128))
+    names = ["bf16", "block", "bf16, unrolled", "block, unrolled"]
+    assert [row.what for row in measured] == names
+    assert {row.shape for row in measured} == {(128, 256, 1, 2, 3)}
+
+
+@pytest.fixture
+def tiny_steps(monkeypatch):
+    """A model of one weight, on five devices of which four are used."""
+
+    @jax.jit
+    def step(state, tokens):
+        loss = jnp.mean(tokens.astype(jnp.float32)) + state.params
+        new = dataclasses.replace(state, params=state.params + 0.25)
+        return new, {"loss": loss}
+
+    def trainer(config, dot_general, *, learns=False):
+        state = TrainState(jnp.int32(0), jnp.float32(1.0), {}, {}, ())
+        assert dot_general is None
+        assert learns == (config.max_seq_len == parity.SEQUENCE)
+        assert config.saved_bits is None
+        return jax.device_put(state, mesh.shardings(state)), step
+
+    monkeypatch.setattr(harness, "trainer", trainer)
+    monkeypatch.setattr(jax, "device_count", lambda: 5)
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_scaling(monkeypatch):
+    monkeypatch.setattr(scaling, "RECIPES", {"bf16": None})
+    monkeypatch.setattr(scaling, "REDUCES", {"bf16, again": None})
+    rows = list(scaling.rows([(128, 256, 1, 2)], **OPTIONS))
+    assert [(row.mesh, row.what) for row in rows] == [
+        ("one device", "bf16"),
+        ("one device", "bf16, unrolled"),
+        ("data=4", "bf16"),
+        ("data=4", "bf16, again"),
+        ("data=4", "bf16, unrolled"),
+        ("fsdp=4", "bf16"),
+        ("fsdp=4", "bf16, again"),
+        ("fsdp=4", "bf16, unrolled"),
+        ("data=2", "bf16"),
+        ("data=2", "bf16, unrolled"),
+        ("fsdp=2", "bf16"),
+        ("fsdp=2", "bf16, unrolled"),
+    ]
+    for row in rows:
+        devices = int(row.mesh[-1]) if "=" in row.mesh else 1
+        alone = rows["unrolled" in row.what]
+        assert row.shape == (128, 256, 1, 2 * devices)
+        assert row.tokens_s == pytest.approx(2 * devices * 128 / row.ms * 1e3)
+        assert row.efficiency == pytest.approx(alone.ms / row.ms)
+
+
+def test_gradients_are_summed_in_the_dtype_of_the_name():
+    reduces = {name: recipe.drhs.reduce for name, recipe in scaling.REDUCES.items()}
+    assert reduces == {
+        "fallback, sums in float32": "float32",
+        "fallback, sums in int8": "int8",
+    }
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_parity(monkeypatch):
+    monkeypatch.setattr(parity, "RECIPES", {"float32": (None, jnp.float32)})
+    rows = list(parity.rows([(128, 256, 1, 8)], **OPTIONS))
+    assert [row.mesh for row in rows] == ["one device", "fsdp=2", "data=2,fsdp=2"]
+    for row in rows:
+        assert row.errors["one device"] < 1e-6
+        assert row.errors["repeat"] == 0.0
+    assert rows[0].errors["nudged"] < 1e-6
+    assert "nudged" not in rows[1].errors
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_the_largest_difference_of_nudged_losses_is_reported(monkeypatch):
+    monkeypatch.setattr(parity, "RECIPES", {"float32": (None, jnp.float32)})
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def move_the_last(state, seed):
+        moved = state.params - 0.5 * (seed == parity.NUDGES - 1)
+        return dataclasses.replace(state, params=moved)
+
+    monkeypatch.setattr(parity, "_nudged", move_the_last)
+    (row,) = parity.rows([(128, 256, 1, 8)], **OPTIONS)
+    shape = (parity.STEPS, 1, 8, parity.SEQUENCE + 1)
+    tokens = parity.random_walks(parity.VOCABULARY, shape)
+    losses = tokens.mean(axis=(1, 2, 3)) + 1.0 + 0.25 * np.arange(parity.STEPS)
+    assert row.errors["nudged"] == pytest.approx(0.5 / losses.min(), rel=1e-3)
+
+
+def test_nudges_are_one_ulp():
+    weights = np.float32([[1.5, -3.0, 1e-3, 0.0], [7.5, 1e9, -6.5, 2.5]])
+    state = TrainState(jnp.int32(0), {"w": weights}, {}, {}, ())
+    one, other = (parity._nudged(state, seed).params["w"] for seed in range(2))
+    for nudged in (one, other):
+        up, down = (np.nextafter(weights, np.float32(s * np.inf)) for s in (1, -1))
+        assert np.all((nudged == up) | (nudged == down))
+    assert np.any(one != other)
+
+
+def test_random_walks_have_four_successors():
+    tokens = parity.random_walks(50, (30, 40))
+    assert tokens.shape == (30, 40)
+    pairs = set(zip(tokens[:, :-1].flat, tokens[:, 1:].flat, strict=True))
+    assert 100 < len(pairs) <= 200
+
+
+def test_saved_bytes():
+    w = jnp.ones((64, 32), jnp.bfloat16)
+    x = jnp.ones((4, 16, 64), jnp.bfloat16)
+
+    def saved(function):
+        return memory.saved_bytes(function, w, x)
+
+    # Per row of x, up to a few bytes of bookkeeping for each output.
+    assert saved(lambda w, x: x @ w) == pytest.approx(16 * 64 * 2, abs=32)
+    assert saved(lambda w, x: jnp.sin(x) @ w) == pytest.approx(16 * 64 * 4, abs=32)
