@@ -156,7 +156,7 @@ def _norm_mlp(
         saved_norm = SavedNorm(normalized, rstd, scale_row)
     if len(weights) == 1:
         return (y, (stats,)), _SavedMLP(saved_norm, saved)
-    y, down_stats, factors, saved_down = multiply_gated(
+    y, down_stats, factors, saved_down = _multiply_gated(
         gemm,
         y,
         weights[1],
@@ -170,16 +170,16 @@ def _norm_mlp(
     return (y, (stats, down_stats)), _SavedMLP(saved_norm, saved, factors, saved_down)
 
 
-def multiply_gated(
+def _multiply_gated(
     gemm: Spec,
     gate_up: jax.Array,
     w: jax.Array | None,
     codes: Layouts | None,
     scalars: Scalars,
-    rows: Rows = MATRICES,
+    rows: Rows,
     *,
     bits: int,
-    interleaved: bool = True,
+    interleaved: bool,
     save: bool,
 ) -> tuple[jax.Array, Stats, Packed, SavedMatmul | None]:
     """Multiplies ``silu(gate) * up`` by w.
@@ -260,7 +260,7 @@ def _norm_mlp_bwd(
     if saved.down is None or saved.gate is None:
         grad = gemms.quantize_cotangent(gemm, saved.up, dy)
     else:
-        grad, *dw_down = gated_bwd(
+        grad, *dw_down = _gated_bwd(
             gemm,
             saved.up,
             saved.gate,
@@ -278,7 +278,7 @@ def _norm_mlp_bwd(
     return dx, dscale, (dw, *dw_down), None, None, None
 
 
-def gated_bwd(
+def _gated_bwd(
     gemm: Spec,
     up: SavedMatmul,
     gate: Packed,
@@ -286,9 +286,9 @@ def gated_bwd(
     dy: jax.Array,
     *,
     bits: int,
-    interleaved: bool = True,
+    interleaved: bool,
 ) -> tuple[Layouts, jax.Array | None]:
-    """The backward pass of ``multiply_gated``.
+    """The backward pass of ``_multiply_gated``.
 
     Args:
       gemm: static arguments.
@@ -296,8 +296,8 @@ def gated_bwd(
       gate: the residuals of the gate.
       down: the residuals of the GEMM after the gate.
       dy: the gradient of this GEMM's output.
-      bits: as in ``multiply_gated``.
-      interleaved: as in ``multiply_gated``.
+      bits: as in ``_multiply_gated``.
+      interleaved: as in ``_multiply_gated``.
 
     Returns:
       The quantized gradient of gate and up, as the GEMMs before the gate read it, and
