@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?=
-# The tests install XLA's GPU compiler, which checks the CUDA libraries. Without an NVIDIA
-# driver, skip that check.
-export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= $(if $(wildcard /dev/nvidiactl),,1)
+# The tests install XLA's GPU compiler, which checks the CUDA libraries wherever JAX starts.
+# Without an NVIDIA driver, a virtual environment skips that check.
+SKIP_CHECK = import os; os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 .PHONY: train test test-tpu lint docs package
 
@@ -37,4 +37,6 @@ package:
 $(VENV)/%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	test -e /dev/nvidiactl || echo '$(SKIP_CHECK)' > \
+		$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/no_gpu.pth
 	touch $@

@@ -3,16 +3,19 @@
 This needs ``triton``, whose package includes NVIDIA's assembler and disassembler.
 """
 
-import contextlib
 import functools
-import io
 import re
+import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+from jax.extend.mlir import ir
 
 # By compute capability times ten: the most bytes of shared memory of a program, from
 # the CUDA C++ Programming Guide.
@@ -45,52 +48,79 @@ def compile_kernels(
     """Compiles the kernels that a function of ``fbq_jax.kernels.triton`` launches.
 
     Args:
-      op: the function. It is traced, not run.
+      op: the function. It is lowered, not run.
       *args: its arguments, arrays or ``jax.ShapeDtypeStruct``.
       capability: the compute capability to compile for times ten, such as 86.
       **options: its static arguments.
     """
-    from fbq_jax.kernels.triton import launch
-    from fbq_jax.kernels.triton.call import Call
-
-    calls: list[tuple[Call, Sequence[jax.Array]]] = []
-
-    def record(call: Call, arrays: Sequence[jax.Array], **_: Any) -> None:
-        calls.append((call, arrays))
-
-    with mock.patch.object(launch, "compile_ahead", record):
-        jax.eval_shape(functools.partial(op, **options), *args)
-    return [_compile(call, arrays, capability) for call, arrays in calls]
+    gpu = types.SimpleNamespace(compute_capability=f"{capability / 10}")
+    with mock.patch.object(jax, "local_devices", return_value=[gpu]):
+        program = jax.jit(functools.partial(op, **options)).trace(*args)
+        lowered = program.lower(lowering_platforms=("cuda",))
+    return [_assemble(kernel) for kernel in _kernels(lowered.compiler_ir().operation)]
 
 
-def _compile(call: Any, arrays: Sequence[jax.Array], capability: int) -> CompiledKernel:
-    """Compiles the kernel of a call.
+def _kernels(operation: Any) -> Iterator[dict[int, Any]]:
+    """The kernels of an operation's calls, as jaxlib describes them for XLA."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield from _kernels(inner.operation)
+    if "call_target_name" in operation.attributes:
+        assert "triton_kernel_call_ffi" in str(operation.attributes["call_target_name"])
+        config = "backend_config"
+        if f"mhlo.{config}" in operation.attributes:  # since jax 0.12
+            config = f"mhlo.{config}"
+        opaque = ir.DictAttr(operation.attributes[config])["opaque"]
+        call = _fields(zlib.decompress(ir.StringAttr(opaque).value_bytes))[1]
+        yield _fields(_fields(call)[1])
 
-    Args:
-      call: a ``fbq_jax.kernels.triton.call.Call``.
-      arrays: its arrays.
-      capability: the compute capability times ten.
-    """
-    import triton
 
-    log = io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        triton.knobs.cache.scope(),
-        triton.knobs.nvidia.scope(),
-        contextlib.redirect_stdout(log),
-    ):
-        # An empty cache, because a kernel from the cache has no assembler's log.
-        triton.knobs.cache.dir = cache
-        triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = call.compile(arrays, capability)
-    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
-    (spills,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
+def _fields(message: bytes) -> dict[int, Any]:
+    """The first field of each number of a protocol buffer: integers and bytes."""
+    fields: dict[int, Any] = {}
+    rest = iter(message)
+
+    def integer() -> int:
+        total = shift = 0
+        for byte in rest:
+            total |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+        return total
+
+    for byte in rest:
+        is_bytes = byte & 7 == 2
+        value = integer()
+        content = bytes(next(rest) for _ in range(value)) if is_bytes else value
+        fields.setdefault(byte >> 3, content)
+    return fields
+
+
+def _assemble(kernel: dict[int, Any]) -> CompiledKernel:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    ptx = kernel[4].decode()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
+        assembler = get_ptxas(kernel[6]).path
+        command = [assembler, "-v", f"--gpu-name={target}", file]
+        run = subprocess.run(
+            [*command, "-o", Path(folder, "kernel.cubin")],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    (registers,) = re.findall(r"Used (\d+) registers", run.stderr)
+    (spills,) = re.findall(r"(\d+) bytes spill stores", run.stderr)
     return CompiledKernel(
-        name=compiled.metadata.name,
-        ptx=call.ptx(compiled),
-        shared=compiled.metadata.shared,
+        name=kernel[1].decode(),
+        ptx=ptx,
+        shared=kernel.get(3, 0),
         registers=int(registers),
         spills=int(spills),
-        num_warps=compiled.metadata.num_warps,
+        num_warps=kernel[2],
     )

@@ -1,6 +1,9 @@
 """Descriptions of GPUs, for which XLA compiles without having one."""
 
+import functools
 import importlib.util
+import os
+import tempfile
 import types
 from pathlib import Path
 
@@ -11,13 +14,6 @@ from jax.sharding import Mesh
 
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.backends import Mosaic, Triton
-
-_EMPTY_KERNEL = """
-.version 8.0
-.target sm_90
-.address_size 64
-.visible .entry kernel() { ret; }
-"""
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
@@ -35,15 +31,22 @@ def h200s(number: int, axis: str) -> Mesh:
     return topologies.make_mesh(topology, (number,), (axis,))
 
 
-def replace_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes ops call empty Triton kernels, as they call their own on an H200."""
-    launch = pytest.importorskip("fbq_jax.kernels.triton.launch")
+def compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes ops call Triton kernels as they do on an H200."""
+    pytest.importorskip("jax_triton")
+    monkeypatch.setenv("PATH", f"{_assembler().name}:{os.environ['PATH']}")
     device = types.SimpleNamespace(compute_capability="9.0")
-    metadata = types.SimpleNamespace(name="kernel", num_warps=4, shared=0)
-    compiled = types.SimpleNamespace(metadata=metadata)
-    monkeypatch.setattr(launch.Call, "compile", lambda *_: compiled)
-    monkeypatch.setattr(launch.Call, "ptx", lambda *_: _EMPTY_KERNEL)
     for backend in (Triton, Mosaic):
         monkeypatch.setattr(backend, "refusal", lambda *_: None)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
+
+
+@functools.cache
+def _assembler() -> tempfile.TemporaryDirectory[str]:
+    """A folder with Triton's assembler, which knows the PTX that Triton writes."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    folder = tempfile.TemporaryDirectory()
+    Path(folder.name, "ptxas").symlink_to(get_ptxas(90).path)
+    return folder

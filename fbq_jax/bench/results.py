@@ -25,7 +25,7 @@ from fbq_jax.kernels import tuning_table
 # The keys in the file of sections that have another name there.
 _KEYS = {"scaling": "scale", "parity": "losses"}
 _FIELDS = {"date", "device", "driver", "versions", "quick", "rows"}
-_PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "triton")
+_PACKAGES = ("fbq-jax", "jax", "jaxlib", "flax", "jax-triton", "triton")
 
 
 class ResultsError(Exception):

@@ -338,8 +338,8 @@ def _nvidia_refusal() -> str | None:
     capability = _compute_capability()
     if capability is None or capability < 80:
         return "it needs an NVIDIA GPU of compute capability 8.0 or above"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is missing: pip install 'fbq-jax[cuda]'"
+    if importlib.util.find_spec("jax_triton") is None:
+        return "jax-triton is missing: pip install 'fbq-jax[cuda]'"
     return None
 
 

@@ -16,7 +16,6 @@ from fbq_jax.kernels.mosaic.gemm_problem import (
     RowScales,
 )
 from fbq_jax.kernels.mosaic.gemm_promotion import OUTLIER_RATIO
-from fbq_jax.kernels.mosaic.lower_once import call_lowered_once
 from fbq_jax.kernels.quantized import CodeDtype, Quantized, Term, product_sides
 from fbq_jax.kernels.triton.abs_sums import max_abs_sum
 from fbq_jax.kernels.triton.gemm_schedule import list_steps
@@ -53,15 +52,7 @@ def matmul(
     (batch, M, K), N = lhs.shape, rhs.shape[1]
     problem = make_problem(lhs, rhs, batch, (M, N, K), dtype, config)
     operands = make_operands(problem, lhs, rhs, longest_first=True)
-    return multiply(problem, operands)[:, :M, :N]
-
-
-def multiply(problem: Problem, operands: Operands) -> jax.Array:
-    """Runs the kernel of a problem; returns its padded output."""
-    shape = problem.batch, problem.M, problem.N
-    out = jax.ShapeDtypeStruct(shape, problem.dtype)
-    kernel, in_parts = build(problem), build(problem.in_parts())
-    return call_lowered_once(kernel, operands, out, on_several_devices=in_parts)
+    return build(problem)(operands)[:, :M, :N]
 
 
 def make_problem(
@@ -86,11 +77,12 @@ def make_problem(
         config = Config(**(tuning_table.lookup(op, sizes) or {}))
     M, N, K = (_padded(size) for size in sizes)
     codes: CodeDtype = "int8" if lhs.codes.dtype == jnp.int8 else "float8_e4m3fn"
-    return Problem(
+    problem = Problem(
         *(batch, M, N, K, fallback, jnp.dtype(dtype), config, _num_sms()),
         row_scales=row_scales,
         codes=codes,
     )
+    return problem.in_parts() if jax.device_count() > 1 else problem
 
 
 def _padded(size: int) -> int:

@@ -9,7 +9,8 @@ another program, and tiles without rows take no time.
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.kernels.mosaic.gemm import make_operands, make_problem, multiply
+from fbq_jax.kernels.mosaic.gemm import make_operands, make_problem
+from fbq_jax.kernels.mosaic.gemm_kernel import build
 from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, SUM_CHUNK, Config, Operands
 from fbq_jax.kernels.quantized import Quantized
 from fbq_jax.kernels.tiles import tile_ranges
@@ -47,7 +48,7 @@ def matmul(
         groups=jnp.repeat(jnp.clip(groups, 0, size - 1), m // BLOCK),
         row_range=m // BLOCK * jnp.stack([jnp.minimum(first, tiles - 1), count]),
     )
-    return multiply(problem, operands).reshape(tiles, m, problem.N)[:, :, :N]
+    return build(problem)(operands).reshape(tiles, m, problem.N)[:, :, :N]
 
 
 def contract(
@@ -81,7 +82,7 @@ def contract(
         rhs_scales=_along_k(operands.rhs_scales, has_row_scales[1]),
         step_ranges=m // BLOCK * tile_ranges(groups, size),
     )
-    return multiply(problem, operands)[:, :K, :N]
+    return build(problem)(operands)[:, :K, :N]
 
 
 def _with_few_sums(operands: Operands) -> Operands:

@@ -129,7 +129,6 @@ def launch_parts(
         grid=(splits * batch * cdiv(N, config.BN),),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        waits=True,
         BM=rows_of_tile(M),
         P=problem,
         C=config,

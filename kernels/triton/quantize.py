@@ -190,7 +190,7 @@ def _quantize_blocks(
         bits=getattr(source, "bits", 0),
         interleaved=getattr(source, "interleaved", False),
     )
-    config, num_warps, programs = _schedule(source, config)
+    config, num_warps = _schedule(source, config)
     outputs = rowwise_outputs(shape, rowwise, dtype)
     per_block = output(outputs["scales"].shape, jnp.float32, wanted=criterion)
     found = launch_on_blocks(
@@ -208,8 +208,6 @@ def _quantize_blocks(
         block=(r, c),
         unit=unit,
         num_warps=num_warps,
-        programs=programs,
-        waits=rowwise is None or colwise is None,
         CONFIG=config,
     )
     main, metric = rowwise_operand(found, shape, rowwise), None
@@ -260,31 +258,27 @@ def _packed_outputs(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _schedule(source: Source, config: Config) -> tuple[Config, int, int | None]:
-    """Chooses the parts of a block, and ``num_warps`` and ``programs`` of ``launch``.
+def _schedule(source: Source, config: Config) -> tuple[Config, int]:
+    """Chooses the parts of a block, and ``num_warps`` of ``launch``.
 
     Fewer warps share more work, such as the noise keys and reductions, but each thread
     then holds more elements.
     """
     size, itemsize = config.r * config.c, source.values.dtype.itemsize
     if isinstance(source, GateGrad):
-        return config, max(1, size // 2**11), 2
+        return config, max(1, size // 2**11)
     if isinstance(source, Norm | Gate):
         parts = max(1, config.r // PART_ROWS)
         # A norm is faster in parts than held.
         held = parts == 1 or (isinstance(source, Gate) and size <= HELD_VALUES)
         num_warps = max(1, size // (2**11 if config.in_rows else 2**10)) if held else 4
-        return config._replace(held=held, parts=parts), num_warps, None
+        return config._replace(held=held, parts=parts), num_warps
     if config.in_rows:
-        return config, max(1, size // (2**12 if itemsize == 2 else 2**11)), None
+        return config, max(1, size // (2**12 if itemsize == 2 else 2**11))
     if size > HELD_VALUES:
-        return config._replace(held=False, parts=size // 2**13), 8, None
+        return config._replace(held=False, parts=size // 2**13), 8
     many_registers = (config.row_sums and config.column_sums) or (
         "stochastic" in (config.rowwise, config.colwise)
         and (config.criterion is not None or itemsize == 4)
     )
-    num_warps = max(1, size // (2**11 if many_registers else 2**12))
-    # Equal codes in both layouts leave registers for three programs of four warps, the
-    # fastest on an H200.
-    same_codes = config.rowwise == config.colwise
-    return config, num_warps, 3 if same_codes and num_warps <= 4 else None
+    return config, max(1, size // (2**11 if many_registers else 2**12))

@@ -24,7 +24,7 @@ from fbq_jax import (
 from fbq_jax.bench import measure
 from fbq_jax.kernels.mosaic import gemm
 from fbq_jax.ops import dispatch
-from tests.gpus import h200s, needs_compiler, replace_triton_kernels
+from tests.gpus import compile_for_hopper, h200s, needs_compiler
 from tests.marks import rows_with_first_fast, with_first_fast
 
 
@@ -82,41 +82,7 @@ def test_a_step_has_no_conditional(name):
 
 @pytest.fixture
 def triton_calls(monkeypatch):
-    replace_triton_kernels(monkeypatch)
-
-
-@pytest.mark.usefixtures("triton_calls")
-@pytest.mark.parametrize(
-    "name", with_first_fast(["gated MLP", "norm and dense", "dense", "block"])
-)
-def test_only_the_kernels_of_a_step_compile(name, monkeypatch):
-    """JAX traces a jitted function's forward pass before it differentiates it."""
-    launch = pytest.importorskip("fbq_jax.kernels.triton.launch")
-    lowered, finish = set(), launch._finish
-
-    def finish_and_note(call, arrays):
-        lowered.add(call.compiled_for(arrays))
-        return finish(call, arrays)
-
-    monkeypatch.setattr(launch, "_compilations", {})
-    monkeypatch.setattr(launch, "_waiting", {})
-    monkeypatch.setattr(launch, "_finish", finish_and_note)
-    module, x = MODULES[name], jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-    variables = jax.eval_shape(module.init, jax.random.key(0), x)
-
-    def loss(variables, x):
-        out, state = module.apply(variables, x, mutable=["fallback"])
-        return jnp.sum(out.astype(jnp.float32)), state
-
-    def step(variables, x):
-        # The loss and the gradient of x, too, so that all three products are needed.
-        y, backward, state = jax.vjp(jax.jit(loss), variables, x, has_aux=True)
-        return y, backward(jnp.ones_like(y)), state
-
-    jax.clear_caches()  # What was traced before would not start to compile.
-    jax.jit(step).trace(variables, x).lower(lowering_platforms=("cuda",))
-    assert lowered
-    assert set(launch._compilations) == lowered
+    compile_for_hopper(monkeypatch)
 
 
 def compile_for_h200(step, module, x_shape, options=None):
@@ -135,7 +101,7 @@ def compile_for_h200(step, module, x_shape, options=None):
 def triton_kernels(text):
     """The number of Triton kernels; there are no calls that XLA cannot look into."""
     targets = re.findall('custom_call_target="(.*?)"', text)
-    assert set(targets) <= {"__gpu$xla.gpu.ptx"}
+    assert set(targets) <= {"triton_kernel_call_ffi"}
     return len(targets)
 
 

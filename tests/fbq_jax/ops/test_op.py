@@ -372,7 +372,7 @@ def test_one_record_makes_a_new_op_and_one_object_a_new_backend(monkeypatch):
 
 @pytest.mark.parametrize("name", ["blocks", "vectors"])
 def test_on_one_device_a_kernel_is_traced_without_its_reference(name, monkeypatch):
-    gpus.replace_triton_kernels(monkeypatch)
+    gpus.compile_for_hopper(monkeypatch)
     op, operands, options = CALLS[name]
     quantize = functools.partial(getattr(ops, op), **options)
     program = str(jax.make_jaxpr(quantize)(*operands))

@@ -18,6 +18,7 @@ from fbq_jax.kernels.mosaic import (
     gemm_promotion,
     gemm_scheduler,
     gemm_wgmma,
+    grouped_gemm,
 )
 from fbq_jax.kernels.mosaic.gemm_problem import (
     BLOCK,
@@ -51,6 +52,7 @@ def interpreted_kernels(monkeypatch):
     schedule = triton_tools.interpreted("gemm_schedule")
     abs_sums = triton_tools.interpreted("abs_sums")
     monkeypatch.setattr(gemm, "_num_sms", lambda: mosaic_tools.NUM_SMS)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(gemm, "list_steps", schedule.list_steps)
     monkeypatch.setattr(gemm, "max_abs_sum", abs_sums.max_abs_sum)
     # The interpreter's accumulators start at 0, whatever is stored in them.
@@ -61,14 +63,16 @@ def interpreted_kernels(monkeypatch):
 
 
 def build_in_parts(monkeypatch):
-    """Makes the GEMM that of several devices; returns the list of its problems."""
+    """Makes the GEMMs those of several devices; returns the list of their problems."""
     problems = []
 
     def build(problem):
-        problems.append(problem.in_parts())
-        return gemm_kernel.build(problems[-1])
+        problems.append(problem)
+        return gemm_kernel.build(problem)
 
-    monkeypatch.setattr(gemm, "build", build)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    for module in (gemm, grouped_gemm):
+        monkeypatch.setattr(module, "build", build)
     return problems
 
 

@@ -104,7 +104,7 @@ def compiled_gemm(sizes, blocks, capability, fallback=False, codes="int8"):
 def test_gemms(sizes, blocks, fallback, capability):
     kernel = compiled_gemm(sizes, blocks, capability, fallback)
     assert ("cvt.rn.f32.s32" in kernel.ptx) == (capability >= 89)
-    assert "cvt.rn.bf16x2.f32" in kernel.ptx
+    assert capability == 80 or "cvt.rn.bf16x2.f32" in kernel.ptx
     if capability == 90 and blocks == SQUARE:  # Two programs share a multiprocessor.
         assert 2 * 32 * kernel.num_warps * kernel.registers <= 2**16
         assert 2 * (kernel.shared + 1024) <= 228 * 1024
