@@ -10,7 +10,7 @@ import pytest
 
 from fbq_jax.kernels import reference, xla_gemm
 from fbq_jax.kernels.quantized import Quantized, Term
-from fbq_jax.kernels.scales import TINY, divide
+from fbq_jax.kernels.scales import divide
 from fbq_jax.kernels.sources import Matrix
 from tests import oracle
 from tests.kernels import gemm_cases, grouped_cases
@@ -48,14 +48,10 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_codes_and_scales_are_bit_exact(layouts, dtype):
-    cases.check_against_oracle(Case(cases.matrix((2, 200, 300), dtype), *layouts))
-
-
-def test_some_blocks_of_a_matrix_fall_back():
-    for _, _, options in LAYOUTS[5:8]:
-        case = Case(cases.matrix((2, 200, 300), "float32"), *LAYOUTS[5][:2], options)
-        metric = np.asarray(cases.check_against_oracle(case).metric)
-        assert 0 < np.mean(metric > options["theta"][0]) < 1
+    case = Case(cases.matrix((2, 200, 300), dtype), *layouts)
+    found = cases.check_against_oracle(case)
+    if found.metric is not None:  # Some blocks fall back, and some do not.
+        assert 0 < np.mean(found.metric > case.options["theta"][0]) < 1
 
 
 @pytest.mark.parametrize(
@@ -108,39 +104,6 @@ def test_division_is_correctly_rounded():
     quotient = jax.jit(divide)
     np.testing.assert_array_equal(quotient(top, amax), top / amax)
     np.testing.assert_array_equal(quotient(amax, top), amax / top)
-
-
-@pytest.mark.parametrize(
-    "exponents",
-    with_first_fast([(-118, -60, 0, 126), *np.array_split(range(-118, 127), 5)]),
-)
-def test_scales_are_exact_and_values_within_half_a_step(exponents):
-    """Blocks of any magnitude that float32 has, with values over 40 binades."""
-    for exponent in exponents:
-        rng = np.random.default_rng(exponent + 200)
-        x = rng.uniform(1.0, 2.0, (1, 64, 64)) * rng.choice([-1.0, 1.0], (1, 64, 64))
-        x *= 2.0 ** -rng.integers(0, 40, x.shape)
-        x[:, ::32, ::32] = rng.uniform(1.0, 2.0, (1, 2, 2))
-        x = np.asarray(x * 2.0 ** int(exponent), np.float32)
-        x = np.where(np.abs(x) < 2.0**-126, np.float32(0.0), x)
-        main, _ = quantize(x, near(32, 32))
-        tiles = x.reshape(1, 2, 32, 2, 32).astype(np.float64)
-        scales = np.abs(tiles).max((2, 4)) / 127
-        ulp = np.spacing(scales.astype(np.float32))
-        assert (np.abs(np.asarray(main.scales, np.float64) - scales) <= 0.5 * ulp).all()
-        got = np.asarray(main.dequantize(), np.float64)
-        # A product may be off by one unit in the last place of a code of 7 bits.
-        step = np.repeat(np.repeat(scales, 32, 1), 32, 2)
-        assert (np.abs(got - x) <= step * (0.5 + 127 * 2.0**-22)).all()
-        assert np.abs(np.asarray(main.codes)).max() == 127
-
-
-@pytest.mark.parametrize("layout", [near(32, 32), noisy(32, 32)])
-@pytest.mark.parametrize("amax", [np.float32(TINY) * (1 - 2.0**-24), 1e-37, 1e-45, 0.0])
-def test_smaller_blocks_are_zero(amax, layout):
-    main, _ = quantize(jnp.full((1, 40, 32), amax, jnp.float32), layout)
-    assert not np.any(main.codes)
-    assert not np.any(main.scales)
 
 
 # FP8.
