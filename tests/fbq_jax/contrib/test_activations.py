@@ -225,12 +225,19 @@ def test_products_of_frozen_nnx_models_stay_quantized():
 
 @pytest.mark.exhaustive
 def test_a_stack_of_layers_has_a_state_for_each():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.value = nnx.Linear(32, 32, rngs=rngs)
+
+        def __call__(self, x):
+            return x + jnp.einsum(AV, nnx.softmax(x @ x.mT), self.value(x))
+
     def apply(model, x):
         axes = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
         return nnx.scan(lambda x, layer: layer(x), **axes)(x, model.layers)
 
-    layers = nnx.split_rngs(splits=2)(nnx.vmap(NnxLayer))(nnx.Rngs(0))
-    model = OwnNnx(apply, layers=layers)
+    make = nnx.split_rngs(splits=2)(nnx.vmap(Layer))
+    model = OwnNnx(apply, layers=make(nnx.Rngs(0)))
     model, report = qwix.quantize_nnx(model, BOTH, X, rngs=nnx.Rngs(1))
     assert report.unused_rules == ()
     nnx.jit(lambda model: model(X))(model)
