@@ -16,8 +16,6 @@ import safetensors.numpy
 from examples.llama import hf
 from examples.llama.hf.files import WEIGHTS
 from examples.llama.model import Llama
-from examples.llama.model_config import LlamaConfig
-from examples.llama.rotary import Llama3Scaling
 from tests.examples import make_hf_fixture
 from tests.examples.small import random_params, small_config
 from tests.marks import with_first_fast
@@ -81,29 +79,6 @@ def test_logits_match_pytorch(family):
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
 
 
-def test_loads_configuration_and_float32_parameters():
-    config, params = hf.load(FIXTURE / "llama")
-    assert config == LlamaConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=40,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_seq_len=512,
-        rope_theta=500.0,
-        rope_scaling=Llama3Scaling(
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
-        norm_eps=1e-6,
-    )
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
-
-
 def test_reads_the_keys_of_older_transformers(checkpoint):
     before = hf.load(checkpoint)
     scaling = json.loads((checkpoint / "config.json").read_text())["rope_parameters"]
@@ -143,6 +118,7 @@ def test_reads_16_bit_weights_exactly(checkpoint, dtype):
     kernel = params["layers"]["mlp"]["down"]["kernel"][1]
     stored = tensors["model.layers.1.mlp.down_proj.weight"]
     np.testing.assert_array_equal(kernel, stored.T.astype(np.float32))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
 
 
 @pytest.mark.parametrize(
@@ -368,13 +344,10 @@ def test_layers_with_a_window_where_no_list_says(tmp_path, family, changes, slid
 
 def test_loads_the_configuration_of_experts(tmp_path):
     config, params = hf.load(FIXTURE / "qwen3moe")
-    found = config.num_experts, config.top_k, config.intermediate_size
-    assert found == (6, 3, 12)
-    assert config.renormalize
-    assert config.router_aux_loss_coef == 0.001
     experts = jax.tree.map(np.shape, params["layers"]["mlp"]["experts"])
     assert experts["gate_up"]["kernel"] == (2, 6, 16, 24)
-    assert hf.load(FIXTURE / "mixtral")[0].router_aux_loss_coef == 0.02
+    coefficients = config, hf.load(FIXTURE / "mixtral")[0]
+    assert [c.router_aux_loss_coef for c in coefficients] == [0.001, 0.02]
     # Published checkpoints name the number of experts otherwise than transformers 5.
     folder = Path(shutil.copytree(FIXTURE / "qwen3moe", tmp_path / "checkpoint"))
     edit_config(folder, num_local_experts=..., num_experts=6)

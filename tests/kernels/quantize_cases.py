@@ -21,6 +21,7 @@ from fbq_jax.kernels.tiles import assign_tiles
 from tests import oracle
 
 FLOAT8 = {"dtype": "float8_e4m3fn"}
+WIDE = {"bound": 127.5}
 SPECIAL_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -224,9 +225,7 @@ VECTORS = _matrices(
     ]
 )
 PER_TENSOR = Case(
-    matrix((2, 70, 141), "float32"),
-    *(noisy(None, None), near(None, None)),
-    {"bound": 127.5},
+    matrix((2, 70, 141), "float32"), noisy(None, None), near(None, None), WIDE
 )
 # One scale per row of a block, and per column of a block.
 ROWS = _matrices(
@@ -428,7 +427,7 @@ def special_vectors(dtype: str) -> list[Case]:
     x = special(dtype, (4, 64)).reshape(1, 15, 256)
     return [
         Case(lambda: Matrix(x), noisy(1, None), None),
-        Case(lambda: Matrix(x.mT), None, noisy(None, 1), {"bound": 127.5}),
+        Case(lambda: Matrix(x.mT), None, noisy(None, 1), WIDE),
     ]
 
 
@@ -555,24 +554,20 @@ def _check_exact(
         assert got is want
         return
     # Codes of rows that a tile lacks need not be written.
-    unused = 0.0 if is_grouped else np.nan
-    check_term(got.main, want.main, want, unused=unused)
+    _check_term(got.main, want.main, want, unused=0.0 if is_grouped else np.nan)
     if want.residual is not None:
-        check_term(got.residual, want.residual, want, unused=0.0)
+        _check_term(got.residual, want.residual, want, unused=0.0)
         if is_grouped:
             assert 0 < np.mean(np.asarray(want.residual.scales) > 0) < 1
 
 
-def check_term(
-    got: Term, want: Term, operand: Quantized, *, unused: float = np.nan
-) -> None:
+def _check_term(got: Term, want: Term, operand: Quantized, *, unused: float) -> None:
     """Compares bits, except for codes whose scale is NaN or ``unused``."""
     np.testing.assert_array_equal(got.scales, want.scales)
     scales = _spread(want.scales, operand)
     used = ~(np.isnan(scales) | (scales == unused))
-    np.testing.assert_array_equal(
-        *(np.where(used, np.asarray(y.codes).view(np.int8), 0) for y in (got, want))
-    )
+    codes = (np.where(used, np.asarray(y.codes).view(np.int8), 0) for y in (got, want))
+    np.testing.assert_array_equal(*codes)
     if want.sums is None:
         return
     # Those of parts are upper bounds, and those of garbage have no meaning.
@@ -738,14 +733,9 @@ def check_large_metrics(
     blocks *= np.reshape(tops, (-1, 1, 1)) / np.abs(blocks).max((1, 2), keepdims=True)
     x = np.concatenate([*blocks.astype(np.float32)], 1)
     *_, exact = oracle.quantize_fallback(x, 0.0, block, criterion)
-    got = quantize(
-        Matrix(jnp.asarray(x)[None]),
-        plain_seeds(1),
-        jnp.zeros(1),
-        rowwise=near(*block),
-        colwise=None,
-        criterion=criterion,
-    )
+    operands = Matrix(jnp.asarray(x)[None]), plain_seeds(1), jnp.zeros(1)
+    options = {"rowwise": near(*block), "colwise": None, "criterion": criterion}
+    got = quantize(*operands, **options)
     np.testing.assert_allclose(got.metric[0], exact, rtol=2e-6)
     assert np.all(np.asarray(got.rowwise.residual.scales) > 0.0)
 
@@ -769,9 +759,6 @@ def check_global_offset(quantize: Quantize) -> None:
         how = {"rowwise": rowwise, "colwise": colwise}
         got = quantize(Matrix(shard), plain_seeds(1), global_offset=offset, **how)
         want = _definition(Matrix(matrix), plain_seeds(1), **how)
-        np.testing.assert_array_equal(
-            got.rowwise.codes, want.rowwise.codes[:, rows, column:]
-        )
-        np.testing.assert_array_equal(
-            got.colwise.codes, want.colwise.codes[:, column:, rows]
-        )
+        equal = np.testing.assert_array_equal
+        equal(got.rowwise.codes, want.rowwise.codes[:, rows, column:])
+        equal(got.colwise.codes, want.colwise.codes[:, column:, rows])
