@@ -1,7 +1,6 @@
 """The reference ops: codes bit for bit against NumPy, products against float64."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from fbq_jax.kernels.quantized import Quantized, Term
 from fbq_jax.kernels.scales import divide
 from fbq_jax.kernels.sources import Matrix
 from tests import oracle
-from tests.kernels import gemm_cases, grouped_cases
+from tests.kernels import gemm_cases
 from tests.kernels import quantize_cases as cases
 from tests.kernels.quantize_cases import FLOAT8, Case, heavy, near, noisy
 from tests.marks import with_first_fast
@@ -188,18 +187,3 @@ def test_a_long_contraction_with_one_scale_does_not_overflow(module):
     np.testing.assert_allclose(
         multiply(operand, operand), 127 * 127 * k * 1e-6, rtol=1e-5
     )
-
-
-contract = jax.jit(reference.contract, static_argnames=("size", "dtype"))
-GROUPS = grouped_cases.CASES | grouped_cases.ROW_CASES
-
-
-@pytest.mark.parametrize("name", grouped_cases.params(GROUPS))
-def test_products_of_groups_match_float64(name):
-    grouped_cases.check_matmul(matmul, GROUPS[name])
-    grouped_cases.check_contract(contract, GROUPS[name])
-
-
-def test_nan_stays_in_its_group():
-    ops = SimpleNamespace(matmul=matmul, contract=contract)
-    grouped_cases.check_nan_stays_in_its_group(ops)
