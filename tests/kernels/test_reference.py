@@ -7,12 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.kernels import reference, xla_gemm
-from fbq_jax.kernels.quantized import Quantized, Term
+from fbq_jax.kernels import reference
 from fbq_jax.kernels.scales import divide
 from fbq_jax.kernels.sources import Matrix
 from tests import oracle
-from tests.kernels import gemm_cases
 from tests.kernels import quantize_cases as cases
 from tests.kernels.quantize_cases import FLOAT8, Case, heavy, near, noisy
 from tests.marks import with_first_fast
@@ -146,44 +144,3 @@ def test_special_blocks_of_float8():
     assert np.all(scales[1:4] == 0.0)
     assert np.all(rows.codes[0, 4:6] == 0.0)
     assert scales[7, 0] > 0.0
-
-
-# Products.
-
-FEW = "unaligned, fallback", "scales of rows", "scales of rows and columns"
-ALL_CASES = {
-    **{name: gemm_cases.CASES[name] for name in FEW},
-    **gemm_cases.CASES,
-    **{f"FP8, {name}": case for name, case in gemm_cases.FLOAT8_CASES.items()},
-    "scales of rows, fallback": gemm_cases.ROWS_AND_FALLBACK,
-}
-
-
-@pytest.mark.parametrize("name", with_first_fast(ALL_CASES, len(FEW)))
-def test_products_match_float64(name):
-    gemm_cases.check_against_float64(matmul, ALL_CASES[name])
-
-
-@pytest.mark.parametrize("name", gemm_cases.CHECKS)
-def test_products(name):
-    gemm_cases.CHECKS[name](matmul)
-
-
-@pytest.mark.parametrize("module", [xla_gemm, reference])
-@pytest.mark.parametrize("shape", [(1, 70, 300, 90), (3, 33, 64, 20), (1, 1, 7, 1)])
-def test_products_with_one_scale_per_row_match_float64(module, shape):
-    lhs, rhs = gemm_cases.operands(gemm_cases.Case(shape, (1, shape[2], 1), None))
-    x, y = (Quantized(operand.main, None, (1, None)) for operand in (lhs, rhs))
-    product = jax.jit(functools.partial(module.matmul, dtype=jnp.float32))(x, y)
-    assert oracle.relative(product, gemm_cases.exact(lhs, rhs)) <= 1e-5
-
-
-@pytest.mark.parametrize("module", [xla_gemm, reference])
-def test_a_long_contraction_with_one_scale_does_not_overflow(module):
-    k = 140_000
-    term = Term(jnp.full((1, 2, k), 127, jnp.int8), jnp.full((1, 2, 1), 1e-3))
-    operand = Quantized(term, None, (1, None))
-    multiply = jax.jit(functools.partial(module.matmul, dtype=jnp.float32))
-    np.testing.assert_allclose(
-        multiply(operand, operand), 127 * 127 * k * 1e-6, rtol=1e-5
-    )
