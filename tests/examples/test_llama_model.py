@@ -46,6 +46,14 @@ def test_logits_are_float32_for_float32_parameters(dtype, tie_embeddings):
     assert logits.dtype == jnp.float32
 
 
+def test_bfloat16_approximates_float32():
+    params = init(CONFIG, scale=1.0)
+    exact = logits_of(CONFIG, params, TOKENS)
+    rounded = logits_of(dataclasses.replace(CONFIG, dtype=jnp.bfloat16), params, TOKENS)
+    error = jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)
+    assert 1e-4 < error < 2e-2
+
+
 def test_parameters_and_their_paths():
     params = init(dataclasses.replace(CONFIG, head_dim=6, qkv_bias=True))
     kernel = params["layers"]["mlp"]["down"]["kernel"]

@@ -150,6 +150,8 @@ def test_the_progress_bar_says_that_the_first_step_compiles():
         assert "compiling" in str(bar)
         progress.show(bar, record)
         assert "compiling" not in str(bar)
+    with progress.progress_bar(3, 3, shown=True) as bar:  # a run that has ended
+        assert "compiling" not in str(bar)
 
 
 def test_finished_run_resumes_to_its_report(whole_run, capsys):

@@ -127,6 +127,11 @@ def test_scaling(monkeypatch):
         assert row.efficiency == pytest.approx(alone.ms / row.ms)
 
 
+def test_gradients_are_summed_in_the_dtype_of_the_name():
+    for name, recipe in scaling.REDUCES.items():
+        assert name == f"fallback, sums in {recipe.drhs.reduce}"
+
+
 @pytest.mark.usefixtures("tiny_steps")
 def test_parity(monkeypatch):
     monkeypatch.setattr(parity, "RECIPES", {"float32": (None, jnp.float32)})
