@@ -372,10 +372,7 @@ def replace_norm(array):
         (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
         (lambda f: truncate(f / "config.json"), "config.json is not JSON"),
         (lambda f: (f / "config.json").write_text("[]"), "does not hold a JSON object"),
-        (
-            lambda f: (f / WEIGHTS).unlink(),
-            f"neither {WEIGHTS} nor {WEIGHTS}.index",
-        ),
+        (lambda f: (f / WEIGHTS).unlink(), f"neither {WEIGHTS} nor {WEIGHTS}.index"),
         (lambda f: truncate(f / WEIGHTS), "is not a safetensors file"),
         (lambda f: edit_tensors(f, lambda t: t.pop(NORM_NAME)), f"lacks {NORM_NAME}$"),
         (

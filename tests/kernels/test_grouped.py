@@ -72,8 +72,7 @@ def test_several_tiles_of_a_contraction_on_a_tpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [of_reference, triton, pytest.param(tpu, marks=pytest.mark.exhaustive)],
+    "backend", [of_reference, triton, pytest.param(tpu, marks=pytest.mark.exhaustive)]
 )
 def test_nan_stays_in_its_group(backend):
     grouped_cases.check_nan_stays_in_its_group(backend())

@@ -125,18 +125,8 @@ def test_float8_codes_refuse_noise_and_sums(colwise):
     ("quantize", "rowwise", "options", "message"),
     [
         (triton, near(32, 32), WIDE, "scale blocks to 127.*got bound=127.5"),
-        (
-            triton,
-            near(1, 32, sums=True),
-            {},
-            "only blocks have sums of codes; got Lay",
-        ),
-        (
-            triton,
-            near(1, None),
-            FLOAT8,
-            "scales of whole vectors are of INT8 codes, n",
-        ),
+        (triton, near(1, 32, sums=True), {}, "only blocks have sums of codes; got Lay"),
+        (triton, near(1, None), FLOAT8, "scales of whole vectors are of INT8 codes, n"),
         (tpu, near(128, 128, sums=True), {}, "INT8 codes without sums"),
         (tpu, near(1, 128), {}, "with scales of blocks or of vectors"),
         (tpu, near(128, 128), FLOAT8, "got dtype='float8_e4m3fn'"),
