@@ -51,6 +51,26 @@ def test_round_trips_are_exact_and_the_last_two_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "2"]
 
 
+def test_a_whole_checkpoint_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
+    """Of step 2, writing was interrupted, and again of step 3."""
+    for step in 1, 2:
+        checkpoint.save(tmp_path, step, train_state(step))
+    (tmp_path / "2" / "SHA256SUMS").unlink()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_checksums", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, 3, train_state(3))
+    step_found, skipped = checkpoint.find(tmp_path)
+    assert step_found == 1
+    assert len(skipped) == 2
+    checkpoint.save(tmp_path, 4, train_state(4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
+
+
 def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
