@@ -71,6 +71,8 @@ def projections(config):
     ("changes", "rows"),
     [
         ({"saved_bits": 10}, 32),
+        # Too narrow for gate and up to take turns.
+        ({"saved_bits": 10, "intermediate_size": 96}, 32),
         # Blocks of 32 hold columns of q, k and v of 16 each.
         ({"saved_bits": 10, "head_dim": 16, "tie_embeddings": True}, 16),
         # Norms and projections are not fused: up follows gate.
