@@ -46,14 +46,10 @@ def texts(drawing, kind):
     return [{t.text for t in found if float(t.get("y")) == y} for y in heights]
 
 
-def test_the_drawing_of_the_packages_has_their_levels():
+def test_the_drawings_have_the_levels_of_packages_and_ops():
     assert texts("packages.svg", "package") == [*LEVELS, TOOLS]
-
-
-def test_the_drawing_of_a_step_names_ops():
     named = {text.split()[0] for row in texts("step.svg", "code") for text in row}
-    assert "matmul" in named
-    assert named <= set(OPS)
+    assert {"matmul"} <= named <= set(OPS)
 
 
 def test_the_workflow_runs_targets_of_make():

@@ -147,29 +147,3 @@ def test_every_message_has_an_entry_and_every_entry_a_message(folders, pages):
 def test_patterns_are_specific(page):
     short = [p for p in patterns(page) if letters(p) < FEWEST_LETTERS]
     assert not short
-
-
-SOURCE = '''
-_WHAT = "argument"
-
-def raises(x):
-    """Says what it raises, but this is no message of an error."""
-    print("this is shown and is no message of an error")
-    warn_first("x", f"the argument {x} is not" " accepted: pass another one")
-    raise ValueError(f"the {_WHAT} {x} is too large: " + "pass a smaller one")
-
-def my_refusal():
-    return "it is refused on this machine" if slow else None
-
-def other():
-    return "it is what another function returns"
-'''
-
-
-def test_messages_are_read_from_source():
-    found = [text.text for text in texts(parse(SOURCE), "") if text.is_message]
-    assert found == [
-        f"the argument {HOLE} is not accepted: pass another one",
-        f"the argument {HOLE} is too large: pass a smaller one",
-        "it is refused on this machine",
-    ]

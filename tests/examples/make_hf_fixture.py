@@ -55,46 +55,26 @@ CONFIGS = {
     "Qwen2": SIZES | {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE},
     "Mistral": NARROW | {"sliding_window": 5, "rope_parameters": DEFAULT_ROPE},
     "Qwen3": NARROW
-    | {
-        "head_dim": 8,
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "max_window_layers": 2,
-        "rope_parameters": YARN_ROPE,
-    },
+    | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7}
+    | {"max_window_layers": 2, "rope_parameters": YARN_ROPE},
     "SmolLM3": NARROW | {"no_rope_layer_interval": 2, "rope_parameters": DEFAULT_ROPE},
     "Gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "rope_parameters": DEFAULT_ROPE},
     "Gemma3": GEMMA
     | {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
-            "full_attention": {
-                "rope_type": "linear",
-                "rope_theta": 500.0,
-                "factor": 4.0,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": DEFAULT_ROPE | {"rope_type": "linear", "factor": 4.0},
+            "sliding_attention": DEFAULT_ROPE | {"rope_theta": 50.0},
         },
     },
     "Phi3": NARROW | {"sliding_window": 9, "rope_parameters": DEFAULT_ROPE},
     "Mixtral": NARROW
-    | {
-        "num_hidden_layers": 2,
-        "num_local_experts": 5,
-        "sliding_window": 11,
-        "router_aux_loss_coef": 0.02,
-        "rope_parameters": DEFAULT_ROPE,
-    },
+    | {"num_hidden_layers": 2, "num_local_experts": 5, "sliding_window": 11}
+    | {"router_aux_loss_coef": 0.02, "rope_parameters": DEFAULT_ROPE},
     "Qwen3Moe": NARROW
-    | {
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-        "moe_intermediate_size": 12,
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-        "rope_parameters": DEFAULT_ROPE,
-    },
+    | {"num_hidden_layers": 2, "head_dim": 8, "moe_intermediate_size": 12}
+    | {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    | {"rope_parameters": DEFAULT_ROPE},
 }
 
 

@@ -15,7 +15,6 @@ from examples.llama.build import build
 from examples.llama.config import Config
 from examples.llama.model import Llama
 from fbq_jax import FallbackDot, Recipe
-from fbq_jax.experts.routing import Routing, route
 from tests.examples.small import random_params, small_config
 from tests.examples.test_train import records_of, stop_after
 
@@ -65,16 +64,6 @@ def test_a_step_measures_the_load_and_the_rates_of_experts():
     assert with_rates == {"layers/mlp/experts/gate_up", "layers/mlp/experts/down"}
     for name in with_rates:
         assert measured["fallback"][name]["expert_rates"].shape == (3, 5)
-
-
-@pytest.mark.exhaustive  # test_routing.py has the same equations in NumPy
-def test_the_balancing_loss_is_the_one_of_transformers():
-    torch = pytest.importorskip("torch", reason="compares with PyTorch")
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    logits = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
-    expected = mixtral.load_balancing_loss_func((torch.from_numpy(logits),), 5, 2)
-    loss = route(Routing(5, top_k=2), jnp.asarray(logits)).load_balance_loss
-    assert 2 * float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_experts_of_a_token_have_the_width_of_the_mlp(text):

@@ -24,17 +24,12 @@ from examples.llama.text import Bytes, ChatError, TokenizerOf
 from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
 from tests.examples.small import small_config
 from tests.fbq_jax.linen.test_freezing import as_trained
+from tests.marks import with_first_fast
+
+FAMILIES = [name.lower() for name in CONFIGS if name != "Gemma3"]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(
-            name.lower(), marks=[] if name == "Gemma3" else pytest.mark.exhaustive
-        )
-        for name in CONFIGS
-    ],
-)
+@pytest.mark.parametrize("family", with_first_fast(["gemma3", *FAMILIES]))
 def test_a_cache_changes_no_logits(family):
     config, params = hf.load(FIXTURE / family)
     model = Llama(dataclasses.replace(config, dtype=jnp.float32))
@@ -96,20 +91,6 @@ def test_sampling_draws_the_likely_tokens(how, drawn):
     assert set(tokens.ravel().tolist()) == drawn
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"temperature": -1.0}, "temperature takes a number from 0 to"),
-        ({"top_k": -1}, "top_k takes an integer from 0 to 2147483647, got -1"),
-        ({"top_p": 0.0}, "top_p takes a number from 1.17549e-38 to 1, got 0.0"),
-        ({"top_p": float("nan")}, "top_p takes a number from .* got nan"),
-    ],
-)
-def test_sampling_checks_its_options(how, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**how)
-
-
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ message.role + ' ' + message.content + '<|end|>' }}{% endfor %}"
@@ -160,21 +141,26 @@ def test_stop_tokens_are_those_of_generation_then_of_the_model(chat):
         TokenizerOf(chat)
 
 
-@pytest.mark.parametrize("where", ["jinja", "config", "names", "json"])
-def test_chat_templates_are_found(chat, where):
+NAMED = [{"name": "default", "template": TEMPLATE}]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", TEMPLATE),
+        ("chat_template.json", {"chat_template": TEMPLATE}),
+        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
+        ("tokenizer_config.json", {"chat_template": NAMED}),
+    ],
+)
+def test_chat_templates_are_found(chat, file, content):
     pytest.importorskip("jinja2", reason="fills in templates")
     with pytest.raises(ChatError, match="has no chat template: leave --chat out"):
         TokenizerOf(chat).encode_chat("two")
-    config = json.loads((chat / "tokenizer_config.json").read_text())
-    named = [{"name": "default", "template": TEMPLATE}]
-    if where == "jinja":
-        (chat / "chat_template.jinja").write_text(TEMPLATE)
-    elif where == "json":
-        content = json.dumps({"chat_template": TEMPLATE})
-        (chat / "chat_template.json").write_text(content)
-    else:
-        config["chat_template"] = TEMPLATE if where == "config" else named
-    (chat / "tokenizer_config.json").write_text(json.dumps(config))
+    if file == "tokenizer_config.json":
+        content = json.loads((chat / file).read_text()) | content
+    text = content if isinstance(content, str) else json.dumps(content)
+    (chat / file).write_text(text)
     assert TokenizerOf(chat).encode_chat("two") == [0, 2, 5, 1, 3]
 
 
@@ -186,12 +172,6 @@ def test_templates_that_cannot_be_filled_in_are_an_error(chat, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ChatError, match=r"pip install 'fbq-jax\[examples\]'"):
         TokenizerOf(chat).encode_chat("two")
-
-
-def test_bytes_are_text_and_have_no_chat():
-    assert Bytes().encode("é") == [0xC3, 0xA9]
-    assert Bytes().decode([0xC3, 0xA9, 0xC3]) == "é\N{REPLACEMENT CHARACTER}"
-    assert Bytes().stops == {0}
     with pytest.raises(ChatError, match="takes a model with a chat template"):
         Bytes().encode_chat("a")
 
@@ -254,7 +234,10 @@ def test_what_cannot_generate_is_named(chat, tmp_path, capsys):
         ((tmp_path / "gguf", *prompt), "gguf holds a GGUF file, which is not read"),
         ((FIXTURE / "llama", *prompt), "llama has no tokenizer.json"),
         ((chat, *prompt, "--weights", "codes"), "runs with weights in floats"),
-        ((chat, *prompt, "--top-p", 2), "top_p takes a number from"),
+        ((chat, *prompt, "--temperature", -1), "temperature takes a number from 0 to"),
+        ((chat, *prompt, "--top-k", -1), "top_k takes an integer from 0 to 2147483647"),
+        ((chat, *prompt, "--top-p", 0), "top_p takes a number from 1.17549e-38 to 1"),
+        ((chat, *prompt, "--top-p", "nan"), "got nan"),
         ((chat, *prompt, "--seed", -1), "seed takes an integer of 32 bits"),
         ((chat, "--prompt", "one " * 600), "the prompt has 601 tokens; the model"),
         ((chat, *prompt, "--chat"), "has no chat template"),

@@ -21,6 +21,7 @@ from examples.llama.text import byte_tokenizer
 from fbq_jax.export import ExportError
 from tests.examples.small import small_config
 from tests.examples.test_llama_export import (
+    DOT,
     EXPERTS,
     SIZES,
     TOKENS,
@@ -175,6 +176,7 @@ def test_a_full_disk_leaves_nothing_and_a_file_needs_no_tokenizer(
 
 
 SLIDING_GEMMA = GEMMA | {"attn_softcap": 5.0, "logit_softcap": 9.0}
+SLIDING_GEMMA |= {"sliding_layers": (0,)}
 
 
 @pytest.mark.parametrize(
@@ -192,15 +194,15 @@ SLIDING_GEMMA = GEMMA | {"attn_softcap": 5.0, "logit_softcap": 9.0}
             r"gemma2 has sliding windows in all layers but 2, 4, \.\.\.",
         ),
         (
-            GEMMA | {"query_pre_attn_scalar": 5, "sliding_layers": (0,)},
+            SLIDING_GEMMA | {"query_pre_attn_scalar": 5, "attn_softcap": None},
             r"gemma2 divides scores by sqrt\(32\), and caps scores and logits",
         ),
         (
-            SLIDING_GEMMA | {"sliding_layers": (0,), "rope_scaling": YARN},
+            SLIDING_GEMMA | {"rope_scaling": YARN},
             "gemma2 does not scale RoPE as YaRN does",
         ),
         (
-            SLIDING_GEMMA | {"sliding_layers": (0,), "tie_embeddings": False},
+            SLIDING_GEMMA | {"tie_embeddings": False},
             "gemma2 shares the embeddings with the head",
         ),
         (
@@ -211,50 +213,31 @@ SLIDING_GEMMA = GEMMA | {"attn_softcap": 5.0, "logit_softcap": 9.0}
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, changes, message):
-    model = Llama(
-        small_config(**(SIZES | {"saved_bits": None} | changes)),
-        fbq_jax.FallbackDot(fbq_jax.Recipe(block=32)),
-    )
+    model = Llama(small_config(**(SIZES | {"saved_bits": None} | changes)), DOT)
     with pytest.raises(ExportError, match=message):
         hf.export(tmp_path / "out", "gguf", model, {"params": {}})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("make", "vocab_size", "message"),
+    ("tokenizer", "vocab_size", "message"),
     [
+        (bytewise(pre_tokenizers.Whitespace()), 320, "tokenizers are not known to"),
         (
-            lambda: bytewise(pre_tokenizers.Whitespace()),
-            320,
-            "tokenizers are not known to",
-        ),
-        (
-            lambda: bytewise(pre_tokenizers.Split(Regex(r"\d+"), "isolated")),
-            320,
+            *(bytewise(pre_tokenizers.Split(Regex(r"\d+"), "isolated")), 320),
             "with the splits of gpt-2, smollm, qwen2, llama-bpe",
         ),
-        (
-            lambda: tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")),
-            320,
-            "export takes BPE",
-        ),
-        (bytewise, 100, "has a token 299, the model has 100 tokens"),
+        (tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")), 320, "takes BPE"),
+        (bytewise(), 100, "has a token 299, the model has 100 tokens"),
     ],
 )
 def test_tokenizers_that_llama_cpp_lacks_are_refused(
-    tmp_path, make, vocab_size, message
+    tmp_path, tokenizer, vocab_size, message
 ):
-    model = Llama(
-        small_config(**SIZES, vocab_size=vocab_size),
-        fbq_jax.FallbackDot(fbq_jax.Recipe(block=32)),
-    )
-    like = source(tmp_path / "like", model.config, "llama", make())
+    model = Llama(small_config(**SIZES, vocab_size=vocab_size), DOT)
+    like = source(tmp_path / "like", model.config, "llama", tokenizer)
     with pytest.raises(ExportError, match=message):
         hf.check_exportable("gguf", model, like=like)
-
-
-def log_softmax(logits):
-    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)))
 
 
 @pytest.mark.exhaustive
@@ -272,18 +255,13 @@ def log_softmax(logits):
         ("phi3", {"head_dim": 16}),
         ("mixtral", EXPERTS),
         ("qwen3_moe", EXPERTS | {"qk_norm": True, "top_k": 3}),
-        ("gemma2", SLIDING_GEMMA | {"sliding_layers": (0,)}),
+        ("gemma2", SLIDING_GEMMA),
         (
             "gemma3_text",
             GEMMA
-            | {
-                "num_layers": 7,
-                "qk_norm": True,
-                "logit_softcap": 9.0,
-                "sliding_layers": (0, 1, 2, 3, 4, 6),
-                "local_rope_theta": 500.0,
-                "rope_scaling": LinearScaling(factor=4.0),
-            },
+            | {"num_layers": 7, "qk_norm": True, "logit_softcap": 9.0}
+            | {"sliding_layers": (0, 1, 2, 3, 4, 6), "local_rope_theta": 500.0}
+            | {"rope_scaling": LinearScaling(factor=4.0)},
         ),
     ],
 )
@@ -299,24 +277,17 @@ def test_llama_cpp_computes_every_family(tmp_path, family, changes):
     params = float_params(frozen, variables["params"])
     logits = jax.jit(Llama(model.config).apply)({"params": params}, tokens)[0, -1]
     server = start(xllamacpp, tmp_path / "gguf" / FILE)
-    # llama.cpp quantizes activations to 8 bits.
-    found = server.handle_completions(
-        {
-            "prompt": tokens[0].tolist(),
-            "n_predict": 1,
-            "n_probs": 320,
-            # A piece of a character would have no probabilities. The bias is not part
-            # of them.
-            "logit_bias": [[tokenizer.token_to_id("a"), 100]],
-        }
-    )
-    (choice,) = (
-        json.loads(found)["choices"] if isinstance(found, str) else found["choices"]
-    )
+    # A piece of a character would have no probabilities.  The bias is not part of them.
+    bias = [[tokenizer.token_to_id("a"), 100]]
+    asked = {"prompt": tokens[0].tolist(), "n_predict": 1, "n_probs": 320}
+    found = server.handle_completions(asked | {"logit_bias": bias})
+    found = json.loads(found) if isinstance(found, str) else found
+    (choice,) = found["choices"]
     top = choice["logprobs"]["content"][0]["top_logprobs"]
     assert len(top) == 320
-    expected = log_softmax(logits)
+    expected = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))
     errors = [entry["logprob"] - expected[entry["id"]] for entry in top]
+    # llama.cpp quantizes activations to 8 bits.
     assert np.std(errors) < 0.06 * np.std(expected)
 
 

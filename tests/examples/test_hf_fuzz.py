@@ -134,7 +134,6 @@ ODD_NAMES = st.one_of(
 )
 
 
-@pytest.mark.exhaustive
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_index_is_an_error_or_followed(data):
@@ -156,7 +155,8 @@ def test_any_index_is_an_error_or_followed(data):
         index = folder / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": home | odd}))
         if lost or odd:
-            with pytest.raises(hf.CheckpointError):
+            says = "takes names of files beside it|lacks |does not exist"
+            with pytest.raises(hf.CheckpointError, match=says):
                 hf.load(folder)
             return
         loaded, arrays = hf.load(folder)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
@@ -56,19 +57,13 @@ def read(folder):
 
 
 def projections(config):
-    """The linear layers of SGLang's Llama: output sizes by name, and inputs."""
+    """The sizes of the linear layers of SGLang's Llama, by name."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "self_attn": [
-            {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)},
-            {"o_proj": (hidden, q)},
-        ],
-        "mlp": [
-            {"gate_proj": (mlp, hidden), "up_proj": (mlp, hidden)},
-            {"down_proj": (hidden, mlp)},
-        ],
-    }
+    of_inputs = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    sizes = {f"self_attn.{name}": (size, hidden) for name, size in of_inputs.items()}
+    sizes |= {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, mlp)}
+    return sizes | dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (mlp, hidden))
 
 
 @pytest.mark.exhaustive
@@ -76,6 +71,8 @@ def projections(config):
     ("changes", "rows"),
     [
         ({"saved_bits": 10}, 32),
+        # Too narrow for gate and up to take turns.
+        ({"saved_bits": 10, "intermediate_size": 96}, 32),
         # Blocks of 32 hold columns of q, k and v of 16 each.
         ({"saved_bits": 10, "head_dim": 16, "tie_embeddings": True}, 16),
         # Norms and projections are not fused: up follows gate.
@@ -98,32 +95,25 @@ def test_blockwise_int8_has_the_codes_of_training(tmp_path, changes, rows):
     assert stored["tie_word_embeddings"] == config.tie_embeddings
 
     names = set()
-    for layer in range(config.num_layers):
-        for block, groups in projections(config).items():
-            for group in groups:
-                for name, shape in group.items():
-                    # SGLang joins the weights of a group, each in whole blocks.
-                    assert len(group) == 1 or shape[0] % rows == 0
-                    module = f"model.layers.{layer}.{block}.{name}"
-                    codes = tensors[f"{module}.weight"]
-                    scales = tensors[f"{module}.weight_scale_inv"]
-                    names |= {f"{module}.weight", f"{module}.weight_scale_inv"}
-                    assert (codes.dtype, codes.shape) == (np.int8, shape)
-                    assert scales.dtype == np.float32
-                    blocks = math.ceil(shape[0] / rows), math.ceil(shape[1] / 32)
-                    assert scales.shape == blocks
-                    # The codes are those of this weight: rounded to nearest.
-                    every = scales.repeat(rows, 0).repeat(32, 1)
-                    weight = floats[f"{module}.weight"].astype(ml_dtypes.bfloat16)
-                    error = np.abs(codes * every - weight.astype(np.float32))
-                    assert np.all(error <= 0.501 * every)
+    layers = itertools.product(range(config.num_layers), projections(config).items())
+    for layer, (name, shape) in layers:
+        weight = f"model.layers.{layer}.{name}.weight"
+        codes, scales = tensors[weight], tensors[f"{weight}_scale_inv"]
+        names |= {weight, f"{weight}_scale_inv"}
+        assert (codes.dtype, codes.shape) == (np.int8, shape)
+        # SGLang joins q, k and v, and gate and up, each in whole blocks.
+        assert scales.dtype == np.float32
+        assert scales.shape == (shape[0] / rows, math.ceil(shape[1] / 32))
+        # The codes are those of this weight: rounded to nearest.
+        every = scales.repeat(rows, 0).repeat(32, 1)
+        value = floats[weight].astype(ml_dtypes.bfloat16).astype(np.float32)
+        assert np.all(np.abs(codes * every - value) <= 0.501 * every)
     # Every other tensor is the one of the model, in its dtype.
     assert tensors.keys() - names == floats.keys() - names
     for name in tensors.keys() - names:
         assert tensors[name].dtype == ml_dtypes.bfloat16
-        np.testing.assert_array_equal(
-            tensors[name], floats[name].astype(ml_dtypes.bfloat16)
-        )
+        expected = floats[name].astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(tensors[name], expected)
 
 
 @pytest.mark.exhaustive
@@ -162,28 +152,6 @@ def test_blocks_of_128_lie_in_whole_heads(tmp_path, family, head_dim, kv_heads, 
             assert np.abs(found - kernel).max() < np.abs(kernel).max() / 100
 
 
-def test_codes_are_byte_equal_to_those_of_freeze(tmp_path):
-    model, variables = trained(saved_bits=10)
-    frozen = fbq_jax.freeze(model, variables, TOKENS)
-    hf.export(tmp_path / "int8", "blockwise_int8", model, frozen)
-    _, tensors = read(tmp_path / "int8")
-    layers = frozen["fallback"]["layers"]
-    down = layers["mlp"]["down"]["dot_general"]["weight"].codes.main
-    qkv = layers["attention"]["qkv"]["dense"]["dot_general"]["weight"].codes.main
-    dim, (first, second) = 32, (0, 4 * 32)  # the columns of both key-value heads
-    for layer in range(2):
-        name = f"model.layers.{layer}.mlp.down_proj.weight"
-        np.testing.assert_array_equal(tensors[name], down.codes[layer, 0])
-        scales = tensors[f"{name}_scale_inv"]
-        np.testing.assert_array_equal(scales, down.scales[layer, 0])
-        keys = tensors[f"model.layers.{layer}.self_attn.k_proj.weight"]
-        expected = [
-            qkv.codes[layer, 0, head + 2 * dim : head + 3 * dim]
-            for head in (first, second)
-        ]
-        np.testing.assert_array_equal(keys, np.concatenate(expected))
-
-
 def float_params(frozen, params):
     """The parameters, with the values of the codes in place of frozen kernels."""
     flat = flax.traverse_util.flatten_dict(params)
@@ -201,13 +169,20 @@ def unstack(state):
     return [jax.tree.map(lambda x, i=i: x[i], codes) for i in range(layers)]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("experts", [{}, EXPERTS, EXPERTS | {"qk_norm": True}])
+EVERY_MLP = [{}, EXPERTS, EXPERTS | {"qk_norm": True}]
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("blockwise_int8", jnp.float32), ("compressed-tensors", jnp.bfloat16)],
+    ("name", "dtype", "experts"),
+    rows_with_first_fast(
+        itertools.chain(
+            [("blockwise_int8", jnp.float32, experts) for experts in EVERY_MLP],
+            [("compressed-tensors", jnp.bfloat16, experts) for experts in EVERY_MLP],
+        )
+    ),
 )
 def test_an_export_is_loaded_to_train_on(tmp_path, name, dtype, experts):
+    """It has the codes and scales of freeze."""
     model, variables = trained(dtype=dtype, saved_bits=None, **experts)
     frozen = fbq_jax.freeze(model, variables, TOKENS)
     hf.export(tmp_path / "int8", name, model, frozen)
@@ -231,37 +206,31 @@ def test_an_export_is_loaded_to_train_on(tmp_path, name, dtype, experts):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_the_codes_of_experts_are_byte_equal_to_those_of_freeze(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "block", "names"),
+    [
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_engines_find_the_experts_and_the_router(tmp_path, family, block, names):
     changes = EXPERTS | {"qk_norm": family == "qwen3_moe", "saved_bits": 10}
     model, variables = trained(**changes)
-    frozen = fbq_jax.freeze(model, variables, TOKENS)
-    experts = frozen["fallback"]["layers"]["mlp"]["experts"]
     for name in "blockwise_int8", "compressed-tensors":
-        hf.export(tmp_path / name, name, model, frozen)
+        hf.export(tmp_path / name, name, model, variables)
     stored, tensors = read(tmp_path / "blockwise_int8")
     assert stored["model_type"] == family
-    module = "model.layers.1."
-    module += "block_sparse_moe." if family == "mixtral" else "mlp."
-    names = ("gate_proj", "up_proj", "down_proj")
-    names = ("w1", "w3", "w2") if family == "mixtral" else names
-    gate_up, down = (
-        experts[name]["dot_general"]["weight"].codes.main
-        for name in ("gate_up", "down")
-    )
+    module, shapes = f"model.layers.1.{block}", [(128, 64), (128, 64), (64, 128)]
     for expert in range(4):
-        parts = [*np.split(gate_up.codes[1, expert], 2), down.codes[1, expert]]
-        scales = [*np.split(gate_up.scales[1, expert], 2), down.scales[1, expert]]
-        for name, part, scale in zip(names, parts, scales, strict=True):
-            tensor = f"{module}experts.{expert}.{name}.weight"
-            np.testing.assert_array_equal(tensors[tensor], part)
-            np.testing.assert_array_equal(tensors[f"{tensor}_scale_inv"], scale)
+        for name, shape in zip(names, shapes, strict=True):
+            codes = tensors[f"{module}.experts.{expert}.{name}.weight"]
+            assert (codes.dtype, codes.shape) == (np.int8, shape)
     # The router stays in the model's dtype, and engines must know.
-    router = tensors[f"{module}gate.weight"]
+    router = tensors[f"{module}.gate.weight"]
     assert (router.dtype, router.shape) == (ml_dtypes.bfloat16, (4, 64))
     entry = read(tmp_path / "compressed-tensors")[0]["quantization_config"]
     assert entry["ignore"][0] == "lm_head"
-    assert entry["ignore"][2:] == [f"{module}gate"]
+    assert entry["ignore"][2:] == [f"{module}.gate"]
 
 
 @pytest.mark.parametrize(
@@ -281,12 +250,9 @@ def test_damaged_exports_are_named(tmp_path, name, part, change, message):
     tensors, quantization = fbq_jax.export.FORMATS[name](
         {module: weight}, np.dtype(ml_dtypes.bfloat16)
     )
-    if change is None:
-        del tensors[f"{module}{part}"]
-    else:
-        tensors[f"{module}{part}"] = np.ascontiguousarray(
-            change(tensors[f"{module}{part}"])
-        )
+    damaged = tensors.pop(f"{module}{part}")
+    if change is not None:
+        tensors[f"{module}{part}"] = np.ascontiguousarray(change(damaged))
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     file = tmp_path / "config.json"
     scheme = quantized.scheme_of({"quantization_config": quantization}, file)
@@ -320,7 +286,7 @@ def test_gguf_files_are_not_read(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("experts", [{}, EXPERTS, EXPERTS | {"qk_norm": True}])
+@pytest.mark.parametrize("experts", EVERY_MLP)
 def test_transformers_computes_with_the_codes_of_compressed_tensors(tmp_path, experts):
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     transformers = pytest.importorskip("transformers", reason="compares with it")
@@ -419,25 +385,22 @@ def test_what_cannot_be_exported_is_named_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    for name in "gguf_file", "gguf_tokenizer":
-        monkeypatch.delitem(sys.modules, f"examples.llama.hf.{name}", raising=False)
-        monkeypatch.delattr(hf, name, raising=False)
-    with pytest.raises(ExportError, match=r"pip install 'fbq-jax\[examples\]'"):
-        hf.check_exportable("gguf", Llama(small_config(**SIZES), DOT))
-
-
-def test_unknown_formats_and_used_folders_are_named(tmp_path):
+def test_what_keeps_a_model_from_being_exported_is_named(tmp_path, monkeypatch):
     model = Llama(small_config(**SIZES), DOT)
     with pytest.raises(ExportError, match="export takes one of blockwise_int8"):
         hf.check_exportable("onnx", model)
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="takes a new folder"):
         hf.export(tmp_path, "blockwise_int8", model, {})
-    model = Llama(dataclasses.replace(model.config, post_norms=True), DOT)
+    other = Llama(dataclasses.replace(model.config, post_norms=True), DOT)
     with pytest.raises(hf.CheckpointError, match="none of the families has all"):
-        hf.check_exportable("blockwise_int8", model)
+        hf.check_exportable("blockwise_int8", other)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for name in "gguf_file", "gguf_tokenizer":
+        monkeypatch.delitem(sys.modules, f"examples.llama.hf.{name}", raising=False)
+        monkeypatch.delattr(hf, name, raising=False)
+    with pytest.raises(ExportError, match=r"pip install 'fbq-jax\[examples\]'"):
+        hf.check_exportable("gguf", model)
 
 
 @pytest.mark.exhaustive

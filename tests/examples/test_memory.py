@@ -27,7 +27,7 @@ from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from fbq_jax import fallback_dot
 from fbq_jax.bench import results
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,9 +44,9 @@ class Saved(NamedTuple):
     """The arrays that a layer saves.
 
     Attributes:
-        bytes_per_token: Their size.
-        widths: Their number by dtype and by width in values per token.
-        lower: Lowers the program that returns the arrays of all layers.
+      bytes_per_token: their size.
+      widths: their number by dtype and by width in values per token.
+      lower: lowers the program that returns the arrays of all layers.
     """
 
     bytes_per_token: float
@@ -159,44 +159,33 @@ def test_the_compiler_counts_the_same_bytes(variant):
     assert nbytes / ROWS == saved.bytes_per_token
 
 
-@pytest.mark.exhaustive
-def test_int8_and_int10_save_more_than_38_percent_of_bf16():
-    bf16, saving = measure(BF16).bytes_per_token, measure(SAVING).bytes_per_token
-    assert saving < (1 - 0.38) * bf16
-    # Autodiff saves float32 copies in the norms and each factor of the gate. bf16 needs
-    # at least the inputs of the norms, the projections, attention and the gate.
-    norms, projections = 2 * HIDDEN, 3 * HIDDEN + MLP
-    least = 2 * (norms + projections + 1.5 * HIDDEN + 2 * MLP)
-    assert least < bf16
-    assert saving < (1 - 0.3) * least
+CODES = {HIDDEN: 3, MLP: 1}  # X of each projection
+# Two norms and the two factors of the gate, in 8 + 2 bits.
+PACKED = {HIDDEN * 10 / 8: 2, 2 * MLP * 10 / 8: 1}
 
 
-def test_only_attention_saves_floats_beside_the_codes():
-    saved = measure(SAVING)
-    assert saved.widths["int8"] == {HIDDEN: 3, MLP: 1}  # X of each projection
-    # Two norms and the two factors of the gate, in 8 + 2 bits.
-    assert saved.widths["uint8"] == {HIDDEN * 10 / 8: 2, 2 * MLP * 10 / 8: 1}
-    assert wide_floats(saved) == ATTENTION
-    codes = 3 * HIDDEN + MLP + (2 * HIDDEN + 2 * MLP) * 10 / 8
-    floats = 2 * 2.5 * HIDDEN
-    assert codes + floats < saved.bytes_per_token < 1.03 * (codes + floats)
-
-
-@pytest.mark.parametrize("saved_bits", with_first_fast([None, 10]))
-def test_remat_saves_codes_and_the_input_of_the_layer(saved_bits):
-    saved = measure(("fallback", saved_bits, "codes"))
-    assert saved.widths["int8"] == measure(SAVING).widths["int8"]
-    packed = measure(SAVING).widths["uint8"] if saved_bits else None
-    assert saved.widths.get("uint8") == packed
-    assert wide_floats(saved) == {HIDDEN: 1}
-    assert saved.bytes_per_token < measure(SAVING).bytes_per_token
-
-
-@pytest.mark.parametrize("recipe", with_first_fast(["bf16", "fallback"]))
-def test_full_remat_saves_the_input_of_the_layer(recipe):
-    saved = measure((recipe, 10, "full"))
-    assert saved.bytes_per_token == 2 * HIDDEN
-    assert saved.widths == {"bfloat16": {HIDDEN: 1}}
+@pytest.mark.parametrize(
+    ("variant", "codes", "packed", "floats"),
+    rows_with_first_fast(
+        [
+            (SAVING, CODES, PACKED, ATTENTION),
+            (("fallback", None, "codes"), CODES, {}, {HIDDEN: 1}),
+            (("bf16", 10, "full"), {}, {}, {HIDDEN: 1}),
+            (("fallback", 10, "codes"), CODES, PACKED, {HIDDEN: 1}),
+            (("fallback", 10, "full"), {}, {}, {HIDDEN: 1}),
+        ],
+        3,
+    ),
+)
+def test_a_layer_saves_codes_and_few_floats(variant, codes, packed, floats):
+    """The floats are those of attention, or the input of a layer with remat."""
+    saved = measure(variant)
+    assert saved.widths.get("int8", {}) == codes
+    assert saved.widths.get("uint8", {}) == packed
+    assert wide_floats(saved) == floats
+    expected = sum(width * n for part in (codes, packed) for width, n in part.items())
+    expected += 2 * sum(width * n for width, n in floats.items())
+    assert expected <= saved.bytes_per_token < 1.03 * expected
 
 
 def table_of_the_page():
@@ -218,11 +207,8 @@ TABLE = table_of_the_page()
 
 def test_the_table_of_the_page_has_the_measured_times():
     sections = results.load(ROOT / "fbq_jax/bench/results/nvidia-h200.json")
-    measured = {
-        row.what: f"{row.ms:.1f}"
-        for row in sections["block"]["rows"]
-        if row.shape == (4096, 14336, 16384)
-    }
+    shape, rows = (4096, 14336, 16384), sections["block"]["rows"]
+    measured = {row.what: f"{row.ms:.1f}" for row in rows if row.shape == shape}
     assert {variant: ms for variant, (_, ms) in TABLE.items() if ms} == {
         BF16: measured["bf16"],
         SAVING: measured["fallback"],

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
 from examples.llama import checkpoint, mesh, metrics, step, train
@@ -109,27 +110,26 @@ def test_a_state_over_several_devices_is_made_without_a_warning():
 
 
 def test_every_matrix_is_sharded():
-    model = Llama(small_config(qkv_bias=True), fallback_dot)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))
-    with jax.set_mesh(mesh.make("fsdp=2,tensor=4")):
-        specs = mesh.specs(shapes)["params"]
-    layers = specs["layers"]
-    assert specs["embed"]["embedding"] == P(("tensor",), ("fsdp",))
-    qkv = layers["attention"]["qkv"]["dense"]
-    assert qkv["kernel"] == P(None, ("fsdp",), ("tensor",))
-    assert qkv["bias"] == P(None, ("tensor",))
-    assert layers["attention"]["out"]["kernel"] == P(None, ("tensor",), ("fsdp",))
-    assert layers["mlp"]["gate_up"]["kernel"] == P(None, ("fsdp",), None, ("tensor",))
-    assert layers["mlp"]["down"]["kernel"] == P(None, ("tensor",), ("fsdp",))
-    assert specs["lm_head"]["kernel"] == P(("fsdp",), ("tensor",))
-    assert specs["norm"]["scale"] == P(None)
-    model = Llama(small_config(num_experts=4), fallback_dot)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))
-    with jax.set_mesh(mesh.make("fsdp=2,tensor=4")):
-        experts = mesh.specs(shapes)["params"]["layers"]["mlp"]["experts"]
-    assert experts["gate_up"]["kernel"] == P(None, ("tensor",), ("fsdp",), None)
-    assert experts["down"]["kernel"] == P(None, ("tensor",), None, ("fsdp",))
-    assert experts["router"]["kernel"] == P(None, None, None)
+    def specs_of(**changes):
+        model = Llama(small_config(**changes), fallback_dot)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), int))
+        with jax.set_mesh(mesh.make("fsdp=2,tensor=4")):
+            return flatten_dict(mesh.specs(shapes)["params"], sep="/")
+
+    specs = specs_of(qkv_bias=True)
+    assert specs["embed/embedding"] == P(("tensor",), ("fsdp",))
+    qkv = "layers/attention/qkv/dense"
+    assert specs[f"{qkv}/kernel"] == P(None, ("fsdp",), ("tensor",))
+    assert specs[f"{qkv}/bias"] == P(None, ("tensor",))
+    assert specs["layers/attention/out/kernel"] == P(None, ("tensor",), ("fsdp",))
+    assert specs["layers/mlp/gate_up/kernel"] == P(None, ("fsdp",), None, ("tensor",))
+    assert specs["layers/mlp/down/kernel"] == P(None, ("tensor",), ("fsdp",))
+    assert specs["lm_head/kernel"] == P(("fsdp",), ("tensor",))
+    assert specs["norm/scale"] == P(None)
+    specs, experts = specs_of(num_experts=4), "layers/mlp/experts"
+    assert specs[f"{experts}/gate_up/kernel"] == P(None, ("tensor",), ("fsdp",), None)
+    assert specs[f"{experts}/down/kernel"] == P(None, ("tensor",), None, ("fsdp",))
+    assert specs[f"{experts}/router/kernel"] == P(None, None, None)
 
 
 @pytest.mark.parametrize(

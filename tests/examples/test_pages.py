@@ -63,11 +63,7 @@ def write_text(folder: Path) -> None:
 def write_checkpoint(folder: Path, family: str, **settings: bool) -> None:
     """A random model in whole blocks, with a tokenizer and a chat template."""
     config = small_config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_layers=1,
-        vocab_size=384,
-        **settings,
+        hidden_size=128, intermediate_size=256, num_layers=1, vocab_size=384, **settings
     )
     like = source(folder.with_name("like"), config, family, bytewise())
     hf.save(folder, config, random_params(config), like=like)

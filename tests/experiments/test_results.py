@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import __main__, page, pictures, result_files, tables
+from experiments import __main__, page, result_files, tables
 from experiments.result_files import ResultsError, save
-from experiments.settings import RECIPES
 from experiments.studies import STUDIES, of_inputs, of_models
 
 
@@ -64,13 +63,9 @@ def write_results(results: Path) -> None:
 
     sides = rising(of_models.BLOCK_SIDES)
     of_recipe = {"perplexity": 8.0, "gradient": 1e-3}
+    bits = {"plain": of_inputs.BITS, "fallback": of_inputs.FALLBACK_BITS}
     of_studies = {
-        "error": {
-            "down": {
-                "plain": rising(of_inputs.BITS),
-                "fallback": rising(of_inputs.FALLBACK_BITS),
-            }
-        },
+        "error": {"down": {name: rising(columns) for name, columns in bits.items()}},
         "criteria": {"down": {"absmax": rising(of_inputs.RATES)}},
         "operands": dict.fromkeys(of_models.OPERANDS, rising(of_models.BITS)),
         "passes": dict.fromkeys((*of_models.PASSES, "b"), rising(of_models.RATES)),
@@ -155,9 +150,7 @@ def test_stages_that_were_stopped_are_drawn(
     text = (tmp_path / page.OTHER_PAGE).read_text()
     # For 58, seeds 0 and 1 have both recipes; for 606 no seed has.
     assert "| fallback | +0.00400 ± 0.00000 |  |" in text
-    for run in (tmp_path / "outliers").glob("*-bf16-*.json"):
-        run.unlink()
-    for run in (tmp_path / "longer").iterdir():
+    for run in *tmp_path.glob("outliers/*-bf16-*"), *tmp_path.glob("longer/*"):
         run.unlink()
     save(a_run("bf16", loss=[None] * 20), tmp_path / "longer" / "bf16-0.1.json")
     page.draw(tmp_path)
@@ -189,15 +182,6 @@ def test_runs_on_other_devices_are_not_compared_in_speed(tmp_path: Path) -> None
     assert machines in text
     assert "| bf16-0 | 3.0040 | +0.00% | +0.00% | 1.00 | 1 | 1,000 |" in text
     assert "| block-0 | 3.0050 | +0.03% | +0.38% |  |  | 2,000 |" in text
-
-
-def test_every_recipe_has_its_own_color() -> None:
-    colors = {pictures.recipe_style(recipe)["color"] for recipe in RECIPES}
-    assert len(colors) == len(RECIPES)
-    first, second = (pictures.recipe_style(f"bf16-{seed}") for seed in range(2))
-    assert first == pictures.recipe_style("bf16")
-    assert second["color"] == first["color"]
-    assert second["linestyle"] != first["linestyle"]
 
 
 @pytest.mark.parametrize("committed", page.PAGES, ids=lambda path: path.name)

@@ -64,9 +64,7 @@ FLOAT8_CASES = {
     "blocks": Case((1, 150, 256, 140), (128, 128, 128), *_FLOAT8),
     "one element": Case((3, 1, 1, 1), (1, 128, 128), *_FLOAT8),
 }
-FLOAT8_SMALL_CASES = {
-    "blocks of 32": Case((1, 70, 100, 80), (1, 32, 32), *_FLOAT8),
-}
+FLOAT8_SMALL_CASES = {"blocks of 32": Case((1, 70, 100, 80), (1, 32, 32), *_FLOAT8)}
 
 
 def random_operand(

@@ -238,32 +238,21 @@ def check_random_problems(ops, expected_ops, seed: int, loads: int, side: int) -
     def run(ops, x, w, theta, sizes):
         tiles = assign_tiles(sizes, rows, m)
         source = Matrix(x, tiles.first_rows, tiles.row_counts, m)
-        count = len(tiles.groups)
-        seeds = jnp.arange(count, dtype=jnp.uint32)
-        thetas = jnp.full(count, theta)
-        columns = Layout("stochastic", (m, k))
+        seeds = jnp.arange(len(tiles.groups), dtype=jnp.uint32)
+        columns = {"colwise": Layout("stochastic", (m, k))}
+        nearest = {"rowwise": Layout("nearest", (m, k)), "criterion": criterion}
         lhs = ops.quantize(
-            source,
-            seeds,
-            thetas,
-            rowwise=Layout("nearest", (m, k)),
-            colwise=columns,
-            criterion=criterion,
+            source, seeds, jnp.full(len(seeds), theta), **nearest, **columns
         )
-        grad = ops.quantize(
-            source, seeds, rowwise=Layout(rounding, (m, k)), colwise=columns
-        )
-        rhs = ops.quantize(
-            Matrix(w),
-            jnp.arange(groups, dtype=jnp.uint32),
-            rowwise=Layout("nearest", (n, k)),
-            colwise=None,
-        ).rowwise
+        of_grad = {"rowwise": Layout(rounding, (m, k))} | columns
+        grad = ops.quantize(source, seeds, **of_grad)
+        of_groups = jnp.arange(groups, dtype=jnp.uint32)
+        layouts = {"rowwise": Layout("nearest", (n, k)), "colwise": None}
+        rhs = ops.quantize(Matrix(w), of_groups, **layouts).rowwise
         y = ops.matmul(lhs.rowwise, rhs, tiles.groups, dtype=jnp.float32)
         y = jnp.where((tiles.row_counts > 0)[:, None, None], y, 0.0)
-        dw = ops.contract(
-            lhs.colwise, grad.colwise, tiles.groups, size=groups, dtype=jnp.float32
-        )
+        options = {"size": groups, "dtype": jnp.float32}
+        dw = ops.contract(lhs.colwise, grad.colwise, tiles.groups, **options)
         layouts = lhs.rowwise, lhs.colwise, grad.rowwise, grad.colwise
         return [_parts(x) for x in layouts], lhs.metric, (y, dw)
 

@@ -21,6 +21,7 @@ from fbq_jax.kernels.tiles import assign_tiles
 from tests import oracle
 
 FLOAT8 = {"dtype": "float8_e4m3fn"}
+WIDE = {"bound": 127.5}
 SPECIAL_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -224,9 +225,7 @@ VECTORS = _matrices(
     ]
 )
 PER_TENSOR = Case(
-    matrix((2, 70, 141), "float32"),
-    *(noisy(None, None), near(None, None)),
-    {"bound": 127.5},
+    matrix((2, 70, 141), "float32"), noisy(None, None), near(None, None), WIDE
 )
 # One scale per row of a block, and per column of a block.
 ROWS = _matrices(
@@ -377,6 +376,12 @@ GRADS_OF_TILES = _cases(
 )
 
 
+ALL = [*BLOCKS, *FALLBACK, *VECTORS, PER_TENSOR, *ROWS, *ROWS_AND_BLOCKS]
+ALL += [*FLOAT8_BLOCKS, *FLOAT8_ROWS, *GROUPED, *GROUPED_FALLBACK, *GATHERED]
+ALL += [*NORMS, *GATES, *GRADS, *NORMS_IN_ROWS, *GATES_IN_ROWS, *GRADS_IN_ROWS]
+ALL += [*GATES_OF_TILES, *GRADS_OF_TILES]
+
+
 def of_bits(bits: int) -> list[Case]:
     """Chunks of some widths, at some positions in a word."""
     args = (1, 32, 128), "bfloat16", bits
@@ -411,16 +416,10 @@ def special(dtype: str, block: tuple[int, int]) -> jax.Array:
 
 def special_blocks(dtype: str, block: tuple[int, int] = (32, 64)) -> list[Case]:
     """The special blocks."""
-    r, c = block
-    x = special(dtype, block).swapaxes(1, 2).reshape(1, 3 * r, 5 * c)
-    criterion = "l1_rel" if dtype == "float32" else "absmax"
-    return [
-        Case(lambda: Matrix(x), noisy(r, c, sums=True), near(r, c, sums=True)),
-        Case(
-            *(lambda: Matrix(x), near(r, c), None),
-            {"criterion": criterion, "theta": 0.0},
-        ),
-    ]
+    x = _in_place(dtype, block)
+    options = {"criterion": "l1_rel" if dtype == "float32" else "absmax", "theta": 0.0}
+    layouts = noisy(*block, sums=True), near(*block, sums=True)
+    return [Case(x, *layouts), Case(x, near(*block), None, options)]
 
 
 def special_vectors(dtype: str) -> list[Case]:
@@ -428,36 +427,42 @@ def special_vectors(dtype: str) -> list[Case]:
     x = special(dtype, (4, 64)).reshape(1, 15, 256)
     return [
         Case(lambda: Matrix(x), noisy(1, None), None),
-        Case(lambda: Matrix(x.mT), None, noisy(None, 1), {"bound": 127.5}),
+        Case(lambda: Matrix(x.mT), None, noisy(None, 1), WIDE),
     ]
 
 
 def special_rows(dtype: str) -> list[Case]:
     """The special blocks as rows of 64 values, then as columns; and as blocks."""
     x = special(dtype, (4, 64)).reshape(1, 15 * 4, 64)
-    blocks = special(dtype, (32, 64)).swapaxes(1, 2).reshape(1, 96, 320)
     return [
         Case(lambda: Matrix(x), noisy(1, 64), near(32, 1)),
         Case(lambda: Matrix(x.mT), near(1, 32), noisy(64, 1)),
-        Case(lambda: Matrix(blocks), noisy(1, 64), near(32, 64, sums=True)),
+        Case(_in_place(dtype, (32, 64)), noisy(1, 64), near(32, 64, sums=True)),
     ]
+
+
+def _in_place(dtype: str, block: tuple[int, int]) -> Callable[[], Matrix]:
+    """A matrix of the special blocks."""
+    r, c = block
+    blocks = special(dtype, block).swapaxes(1, 2)
+    return lambda: Matrix(blocks.reshape(1, 3 * r, 5 * c))
 
 
 def special_float8(dtype: str) -> list[Case]:
     """The special blocks, as blocks and as rows and columns; and ties of codes."""
-    blocks = special(dtype, (32, 64)).swapaxes(1, 2).reshape(1, 96, 320)
     rows = special(dtype, (4, 64)).reshape(1, 60, 64)
     grid = oracle.float8_magnitudes()
     x = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, -grid, [448.0, 0.0, -3e-4]])
     x = np.pad(x.astype(np.float32), (0, 1), constant_values=448.0).reshape(1, 2, -1)
-    matrices = (blocks, 64), (rows, 64), (jnp.asarray(x, dtype), 256)
+    sources = (
+        (_in_place(dtype, (32, 64)), 64),
+        (lambda: Matrix(rows), 64),
+        (lambda: Matrix(jnp.asarray(x, dtype)), 256),
+    )
     return [
-        Case(functools.partial(Matrix, values), rowwise, colwise, FLOAT8)
-        for values, c in matrices
-        for rowwise, colwise in (
-            (near(32, c), near(32, c)),
-            (near(1, c), near(32, 1)),
-        )
+        Case(source, *layouts, FLOAT8)
+        for source, c in sources
+        for layouts in ((near(32, c), near(32, c)), (near(1, c), near(32, 1)))
     ]
 
 
@@ -482,6 +487,16 @@ def folded_seeds(batch: int) -> MatrixSeeds:
     return MatrixSeeds(seeds, seeds + jnp.uint32(1), place)
 
 
+def _call(case: Case) -> tuple[Source, jax.Array | None, dict[str, Any]]:
+    """The source, the thresholds of all matrices, and the other options of a case."""
+    source, options = case.source(), dict(case.options)
+    theta = options.pop("theta", None)
+    if theta is not None:
+        theta = jnp.asarray(theta, jnp.float32)
+        theta = jnp.broadcast_to(theta, (source.shape[0],))
+    return source, theta, options
+
+
 def check(quantize: Quantize, case: Case, *, folds: bool = True) -> Layouts:
     """Compares an implementation with the definition, and returns its results.
 
@@ -490,20 +505,20 @@ def check(quantize: Quantize, case: Case, *, folds: bool = True) -> Layouts:
       case: what to quantize.
       folds: whether the implementation folds seeds.
     """
-    source, options = case.source(), dict(case.options)
+    source, theta, options = _call(case)
     batch = source.shape[0]
-    theta = options.pop("theta", None)
-    if theta is not None:
-        theta = jnp.broadcast_to(jnp.asarray(theta, jnp.float32), (batch,))
     operands = source, folded_seeds(batch) if folds else plain_seeds(batch), theta
     options |= {"rowwise": case.rowwise, "colwise": case.colwise}
     got, want = quantize(*operands, **options), _definition(*operands, **options)
     jax.tree.map(_check_type, got, want)
     if source.row_counts is not None:
         got, want = (_check_empty(x, source.row_counts) for x in (got, want))
-    check_operands = _check_exact if _is_exact(source) else _check_close
-    check_operands(got.rowwise, want.rowwise, is_grouped=source.row_counts is not None)
-    check_operands(got.colwise, want.colwise, is_grouped=source.row_counts is not None)
+    check_operands = _check_close
+    if _is_exact(source):
+        is_grouped = source.row_counts is not None
+        check_operands = functools.partial(_check_exact, is_grouped=is_grouped)
+    check_operands(got.rowwise, want.rowwise)
+    check_operands(got.colwise, want.colwise)
     if want.metric is not None:
         # An implementation may sum in any order.
         rtol = 0.0 if options["criterion"] == "absmax" else 2e-6
@@ -539,24 +554,20 @@ def _check_exact(
         assert got is want
         return
     # Codes of rows that a tile lacks need not be written.
-    unused = 0.0 if is_grouped else np.nan
-    check_term(got.main, want.main, want, unused=unused)
+    _check_term(got.main, want.main, want, unused=0.0 if is_grouped else np.nan)
     if want.residual is not None:
-        check_term(got.residual, want.residual, want, unused=0.0)
+        _check_term(got.residual, want.residual, want, unused=0.0)
         if is_grouped:
             assert 0 < np.mean(np.asarray(want.residual.scales) > 0) < 1
 
 
-def check_term(
-    got: Term, want: Term, operand: Quantized, *, unused: float = np.nan
-) -> None:
+def _check_term(got: Term, want: Term, operand: Quantized, *, unused: float) -> None:
     """Compares bits, except for codes whose scale is NaN or ``unused``."""
     np.testing.assert_array_equal(got.scales, want.scales)
     scales = _spread(want.scales, operand)
     used = ~(np.isnan(scales) | (scales == unused))
-    np.testing.assert_array_equal(
-        *(np.where(used, np.asarray(y.codes).view(np.int8), 0) for y in (got, want))
-    )
+    codes = (np.where(used, np.asarray(y.codes).view(np.int8), 0) for y in (got, want))
+    np.testing.assert_array_equal(*codes)
     if want.sums is None:
         return
     # Those of parts are upper bounds, and those of garbage have no meaning.
@@ -568,10 +579,7 @@ def check_term(
     assert np.all(sums <= 127 * max(operand.block))
 
 
-def _check_close(
-    got: Quantized | None, want: Quantized | None, *, is_grouped: bool
-) -> None:
-    del is_grouped
+def _check_close(got: Quantized | None, want: Quantized | None) -> None:
     if got is None or want is None:
         assert got is want
         return
@@ -629,12 +637,9 @@ def _spread(per_block: Any, operand: Quantized) -> np.ndarray:
 
 def check_against_oracle(case: Case) -> Layouts:
     """Compares the definition with NumPy, and returns its results."""
-    source, options = case.source(), dict(case.options)
+    source, theta, options = _call(case)
     assert isinstance(source, Matrix)
-    batch, theta = source.shape[0], options.pop("theta", None)
-    if theta is not None:
-        theta = jnp.broadcast_to(jnp.asarray(theta, jnp.float32), (batch,))
-    seeds = folded_seeds(batch)
+    seeds = folded_seeds(source.shape[0])
     layouts = {"rowwise": case.rowwise, "colwise": case.colwise}
     got = _definition(source, seeds, theta, **layouts, **options)
     for i, x in enumerate(np.asarray(source.values)):
@@ -728,14 +733,9 @@ def check_large_metrics(
     blocks *= np.reshape(tops, (-1, 1, 1)) / np.abs(blocks).max((1, 2), keepdims=True)
     x = np.concatenate([*blocks.astype(np.float32)], 1)
     *_, exact = oracle.quantize_fallback(x, 0.0, block, criterion)
-    got = quantize(
-        Matrix(jnp.asarray(x)[None]),
-        plain_seeds(1),
-        jnp.zeros(1),
-        rowwise=near(*block),
-        colwise=None,
-        criterion=criterion,
-    )
+    operands = Matrix(jnp.asarray(x)[None]), plain_seeds(1), jnp.zeros(1)
+    options = {"rowwise": near(*block), "colwise": None, "criterion": criterion}
+    got = quantize(*operands, **options)
     np.testing.assert_allclose(got.metric[0], exact, rtol=2e-6)
     assert np.all(np.asarray(got.rowwise.residual.scales) > 0.0)
 
@@ -759,9 +759,6 @@ def check_global_offset(quantize: Quantize) -> None:
         how = {"rowwise": rowwise, "colwise": colwise}
         got = quantize(Matrix(shard), plain_seeds(1), global_offset=offset, **how)
         want = _definition(Matrix(matrix), plain_seeds(1), **how)
-        np.testing.assert_array_equal(
-            got.rowwise.codes, want.rowwise.codes[:, rows, column:]
-        )
-        np.testing.assert_array_equal(
-            got.colwise.codes, want.colwise.codes[:, column:, rows]
-        )
+        equal = np.testing.assert_array_equal
+        equal(got.rowwise.codes, want.rowwise.codes[:, rows, column:])
+        equal(got.colwise.codes, want.colwise.codes[:, column:, rows])

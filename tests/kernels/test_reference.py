@@ -1,19 +1,16 @@
 """The reference ops: codes bit for bit against NumPy, products against float64."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax.kernels import reference, xla_gemm
-from fbq_jax.kernels.quantized import Quantized, Term
-from fbq_jax.kernels.scales import TINY, divide
+from fbq_jax.kernels import reference
+from fbq_jax.kernels.scales import divide
 from fbq_jax.kernels.sources import Matrix
 from tests import oracle
-from tests.kernels import gemm_cases, grouped_cases
 from tests.kernels import quantize_cases as cases
 from tests.kernels.quantize_cases import FLOAT8, Case, heavy, near, noisy
 from tests.marks import with_first_fast
@@ -48,14 +45,10 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", with_first_fast(cases.SPECIAL_DTYPES))
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_codes_and_scales_are_bit_exact(layouts, dtype):
-    cases.check_against_oracle(Case(cases.matrix((2, 200, 300), dtype), *layouts))
-
-
-def test_some_blocks_of_a_matrix_fall_back():
-    for _, _, options in LAYOUTS[5:8]:
-        case = Case(cases.matrix((2, 200, 300), "float32"), *LAYOUTS[5][:2], options)
-        metric = np.asarray(cases.check_against_oracle(case).metric)
-        assert 0 < np.mean(metric > options["theta"][0]) < 1
+    case = Case(cases.matrix((2, 200, 300), dtype), *layouts)
+    found = cases.check_against_oracle(case)
+    if found.metric is not None:  # Some blocks fall back, and some do not.
+        assert 0 < np.mean(found.metric > case.options["theta"][0]) < 1
 
 
 @pytest.mark.parametrize(
@@ -110,39 +103,6 @@ def test_division_is_correctly_rounded():
     np.testing.assert_array_equal(quotient(amax, top), amax / top)
 
 
-@pytest.mark.parametrize(
-    "exponents",
-    with_first_fast([(-118, -60, 0, 126), *np.array_split(range(-118, 127), 5)]),
-)
-def test_scales_are_exact_and_values_within_half_a_step(exponents):
-    """Blocks of any magnitude that float32 has, with values over 40 binades."""
-    for exponent in exponents:
-        rng = np.random.default_rng(exponent + 200)
-        x = rng.uniform(1.0, 2.0, (1, 64, 64)) * rng.choice([-1.0, 1.0], (1, 64, 64))
-        x *= 2.0 ** -rng.integers(0, 40, x.shape)
-        x[:, ::32, ::32] = rng.uniform(1.0, 2.0, (1, 2, 2))
-        x = np.asarray(x * 2.0 ** int(exponent), np.float32)
-        x = np.where(np.abs(x) < 2.0**-126, np.float32(0.0), x)
-        main, _ = quantize(x, near(32, 32))
-        tiles = x.reshape(1, 2, 32, 2, 32).astype(np.float64)
-        scales = np.abs(tiles).max((2, 4)) / 127
-        ulp = np.spacing(scales.astype(np.float32))
-        assert (np.abs(np.asarray(main.scales, np.float64) - scales) <= 0.5 * ulp).all()
-        got = np.asarray(main.dequantize(), np.float64)
-        # A product may be off by one unit in the last place of a code of 7 bits.
-        step = np.repeat(np.repeat(scales, 32, 1), 32, 2)
-        assert (np.abs(got - x) <= step * (0.5 + 127 * 2.0**-22)).all()
-        assert np.abs(np.asarray(main.codes)).max() == 127
-
-
-@pytest.mark.parametrize("layout", [near(32, 32), noisy(32, 32)])
-@pytest.mark.parametrize("amax", [np.float32(TINY) * (1 - 2.0**-24), 1e-37, 1e-45, 0.0])
-def test_smaller_blocks_are_zero(amax, layout):
-    main, _ = quantize(jnp.full((1, 40, 32), amax, jnp.float32), layout)
-    assert not np.any(main.codes)
-    assert not np.any(main.scales)
-
-
 # FP8.
 
 
@@ -184,59 +144,3 @@ def test_special_blocks_of_float8():
     assert np.all(scales[1:4] == 0.0)
     assert np.all(rows.codes[0, 4:6] == 0.0)
     assert scales[7, 0] > 0.0
-
-
-# Products.
-
-FEW = "unaligned, fallback", "scales of rows", "scales of rows and columns"
-ALL_CASES = {
-    **{name: gemm_cases.CASES[name] for name in FEW},
-    **gemm_cases.CASES,
-    **{f"FP8, {name}": case for name, case in gemm_cases.FLOAT8_CASES.items()},
-    "scales of rows, fallback": gemm_cases.ROWS_AND_FALLBACK,
-}
-
-
-@pytest.mark.parametrize("name", with_first_fast(ALL_CASES, len(FEW)))
-def test_products_match_float64(name):
-    gemm_cases.check_against_float64(matmul, ALL_CASES[name])
-
-
-@pytest.mark.parametrize("name", gemm_cases.CHECKS)
-def test_products(name):
-    gemm_cases.CHECKS[name](matmul)
-
-
-@pytest.mark.parametrize("module", [xla_gemm, reference])
-@pytest.mark.parametrize("shape", [(1, 70, 300, 90), (3, 33, 64, 20), (1, 1, 7, 1)])
-def test_products_with_one_scale_per_row_match_float64(module, shape):
-    lhs, rhs = gemm_cases.operands(gemm_cases.Case(shape, (1, shape[2], 1), None))
-    x, y = (Quantized(operand.main, None, (1, None)) for operand in (lhs, rhs))
-    product = jax.jit(functools.partial(module.matmul, dtype=jnp.float32))(x, y)
-    assert oracle.relative(product, gemm_cases.exact(lhs, rhs)) <= 1e-5
-
-
-@pytest.mark.parametrize("module", [xla_gemm, reference])
-def test_a_long_contraction_with_one_scale_does_not_overflow(module):
-    k = 140_000
-    term = Term(jnp.full((1, 2, k), 127, jnp.int8), jnp.full((1, 2, 1), 1e-3))
-    operand = Quantized(term, None, (1, None))
-    multiply = jax.jit(functools.partial(module.matmul, dtype=jnp.float32))
-    np.testing.assert_allclose(
-        multiply(operand, operand), 127 * 127 * k * 1e-6, rtol=1e-5
-    )
-
-
-contract = jax.jit(reference.contract, static_argnames=("size", "dtype"))
-GROUPS = grouped_cases.CASES | grouped_cases.ROW_CASES
-
-
-@pytest.mark.parametrize("name", grouped_cases.params(GROUPS))
-def test_products_of_groups_match_float64(name):
-    grouped_cases.check_matmul(matmul, GROUPS[name])
-    grouped_cases.check_contract(contract, GROUPS[name])
-
-
-def test_nan_stays_in_its_group():
-    ops = SimpleNamespace(matmul=matmul, contract=contract)
-    grouped_cases.check_nan_stays_in_its_group(ops)

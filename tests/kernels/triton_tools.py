@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
@@ -158,9 +159,6 @@ def _interpreting() -> Any:
     type_of_tuple = tl.core._type_for_tuple_values
     init_block_type = tl.block_type.__init__
     convert_float = interpreter._convert_float
-    builder = interpreter.interpreter_builder
-    create_inline_asm = type(builder).create_inline_asm
-    generic_reduce = interpreter.ReduceOps.generic_reduce
     scopes = contextlib.ExitStack()
     nothing = types.SimpleNamespace(restore=lambda: None)
     patched: set[int] = set()
@@ -230,24 +228,16 @@ def _interpreting() -> Any:
         self.element_ty = element_ty
         self.shape, self.numel, self.name = blocks[key]
 
-    interpreter._patch_lang = patch
-    interpreter._get_np_dtype = numpy_dtype
-    tl.core._type_for_tuple_values = type_of_values
-    tl.block_type.__init__ = init_block
-    interpreter._convert_float = convert
-    type(builder).create_inline_asm = run_assembly
-    interpreter.ReduceOps.generic_reduce = reduce
-    try:
-        with scopes:
-            yield
-    finally:
-        interpreter._patch_lang = patch_language
-        interpreter._get_np_dtype = get_np_dtype
-        tl.core._type_for_tuple_values = type_of_tuple
-        tl.block_type.__init__ = init_block_type
-        interpreter._convert_float = convert_float
-        type(builder).create_inline_asm = create_inline_asm
-        interpreter.ReduceOps.generic_reduce = generic_reduce
+    builder, reductions = type(interpreter.interpreter_builder), interpreter.ReduceOps
+    with scopes, pytest.MonkeyPatch.context() as replaced:
+        replaced.setattr(interpreter, "_patch_lang", patch)
+        replaced.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+        replaced.setattr(tl.core, "_type_for_tuple_values", type_of_values)
+        replaced.setattr(tl.block_type, "__init__", init_block)
+        replaced.setattr(interpreter, "_convert_float", convert)
+        replaced.setattr(builder, "create_inline_asm", run_assembly)
+        replaced.setattr(reductions, "generic_reduce", reduce)
+        yield
 
 
 def _words(x: np.ndarray, pack: int) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from experiments.bench import (
     train,
 )
 from fbq_jax import recipes
-from fbq_jax.bench import matmuls, measure
+from fbq_jax.bench import measure
 from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
 
 
@@ -29,10 +29,6 @@ from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
 def few_recipes(monkeypatch):
     few = {"bf16": None, "fallback": float_backward(recipes.fallback)}
     monkeypatch.setattr(harness, "recipes", lambda: few)
-
-
-def test_recipes():
-    assert list(harness.recipes()) == ["bf16", *matmuls.TIMED]
 
 
 @pytest.mark.exhaustive
@@ -45,17 +41,13 @@ def test_block(monkeypatch):
     weights = 256 * 256 * 3 + 256 * 384 * 3 + 256
     check_rates(measured, lambda _: 6 * 256 * (weights + 128 * 256))
     bf16, row, full = measured
-    assert (bf16.what, row.what, row.shape) == ("bf16", "fallback", shape)
-    assert full.what == "bf16, remat full"
+    assert [row.what for row in measured] == ["bf16", "fallback", "bf16, remat full"]
     assert max(full.errors.values()) < 0.01
-    assert full.saved_bytes < row.saved_bytes
-    assert set(row.errors) == {"y", "dx"}
     assert bf16.errors["dx"] == 0.0 < row.errors["dx"]
     assert bf16.fallback is None
     assert 0.05 < row.fallback < 0.5
-    assert row.saved_bytes < 0.62 * bf16.saved_bytes
-    assert row.peak_bytes > 0
-    assert row.compile_s > 0.0
+    assert full.saved_bytes < row.saved_bytes < 0.62 * bf16.saved_bytes
+    assert min(row.peak_bytes, row.compile_s) > 0
 
 
 @pytest.mark.usefixtures("few_recipes")
@@ -72,33 +64,27 @@ def test_profile(monkeypatch):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_train(monkeypatch):
-    # bf16 twice: test_block covers the recipes.
-    monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, "again": None})
+@pytest.mark.parametrize(
+    ("section", "sizes", "steps", "recipe"),
+    [
+        (train, (128, 256, 1, 2), 1, None),  # test_block covers the recipes
+        (accumulation, (128, 256, 1, 2, 3), 3, recipes.block),
+    ],
+)
+def test_whole_steps(section, sizes, steps, recipe, monkeypatch):
+    monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, "other": recipe})
     monkeypatch.setattr(harness, "VOCABULARY", 256)
-    measured = list(train.rows([(128, 256, 1, 2)], **OPTIONS))
+    measured = list(section.rows([sizes], **OPTIONS))
     weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
-    check_rates(measured, lambda _: 6 * 2 * 128 * (weights + 128 * 128))
-    names = ["bf16", "again", "bf16, unrolled", "again, unrolled"]
+    check_rates(measured, lambda _: steps * 6 * 2 * 128 * (weights + 128 * 128))
+    names = ["bf16", "other", "bf16, unrolled", "other, unrolled"]
     assert [row.what for row in measured] == names
-    for row in measured:
-        assert row.errors == {"loss": 0.0, "grad_norm": 0.0}
-        assert row.peak_bytes > 0
+    assert {row.shape for row in measured} == {sizes}
     assert measured[0].ratio == measured[2].ratio == 1.0
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_accumulation(monkeypatch):
-    monkeypatch.setattr(
-        harness, "recipes", lambda: {"bf16": None, "block": recipes.block}
-    )
-    monkeypatch.setattr(harness, "VOCABULARY", 256)
-    measured = list(accumulation.rows([(128, 256, 1, 2, 3)], **OPTIONS))
-    weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
-    check_rates(measured, lambda _: 3 * 6 * 2 * 128 * (weights + 128 * 128))
-    names = ["bf16", "block", "bf16, unrolled", "block, unrolled"]
-    assert [row.what for row in measured] == names
-    assert {row.shape for row in measured} == {(128, 256, 1, 2, 3)}
+    if recipe is None:
+        for row in measured:
+            assert row.errors == {"loss": 0.0, "grad_norm": 0.0}
+            assert row.peak_bytes > 0
 
 
 @pytest.fixture
@@ -127,19 +113,11 @@ def test_scaling(monkeypatch):
     monkeypatch.setattr(scaling, "RECIPES", {"bf16": None})
     monkeypatch.setattr(scaling, "REDUCES", {"bf16, again": None})
     rows = list(scaling.rows([(128, 256, 1, 2)], **OPTIONS))
+    names, again = ["bf16", "bf16, unrolled"], ["bf16", "bf16, again", "bf16, unrolled"]
+    of_meshes = {"one device": names, "data=4": again, "fsdp=4": again}
+    of_meshes |= {"data=2": names, "fsdp=2": names}
     assert [(row.mesh, row.what) for row in rows] == [
-        ("one device", "bf16"),
-        ("one device", "bf16, unrolled"),
-        ("data=4", "bf16"),
-        ("data=4", "bf16, again"),
-        ("data=4", "bf16, unrolled"),
-        ("fsdp=4", "bf16"),
-        ("fsdp=4", "bf16, again"),
-        ("fsdp=4", "bf16, unrolled"),
-        ("data=2", "bf16"),
-        ("data=2", "bf16, unrolled"),
-        ("fsdp=2", "bf16"),
-        ("fsdp=2", "bf16, unrolled"),
+        (mesh, name) for mesh, names in of_meshes.items() for name in names
     ]
     for row in rows:
         devices = int(row.mesh[-1]) if "=" in row.mesh else 1
@@ -150,11 +128,8 @@ def test_scaling(monkeypatch):
 
 
 def test_gradients_are_summed_in_the_dtype_of_the_name():
-    reduces = {name: recipe.drhs.reduce for name, recipe in scaling.REDUCES.items()}
-    assert reduces == {
-        "fallback, sums in float32": "float32",
-        "fallback, sums in int8": "int8",
-    }
+    for name, recipe in scaling.REDUCES.items():
+        assert name == f"fallback, sums in {recipe.drhs.reduce}"
 
 
 @pytest.mark.usefixtures("tiny_steps")
@@ -194,13 +169,6 @@ def test_nudges_are_one_ulp():
         up, down = (np.nextafter(weights, np.float32(s * np.inf)) for s in (1, -1))
         assert np.all((nudged == up) | (nudged == down))
     assert np.any(one != other)
-
-
-def test_random_walks_have_four_successors():
-    tokens = parity.random_walks(50, (30, 40))
-    assert tokens.shape == (30, 40)
-    pairs = set(zip(tokens[:, :-1].flat, tokens[:, 1:].flat, strict=True))
-    assert 100 < len(pairs) <= 200
 
 
 def test_saved_bytes():

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from fbq_jax.bench import report, results
+from fbq_jax.bench import results
 from fbq_jax.bench.__main__ import main
 from tests.fbq_jax.bench.tools import some_rows
 
@@ -32,11 +32,6 @@ def test_renamed_sections_keep_their_keys_in_the_file(tmp_path):
     assert list(results.load(path)) == ["parity", "scaling", "train"]
 
 
-def test_ratios():
-    _, row = some_rows()
-    assert (row.rate, row.ratio, row.burst_ratio) == (4.0, 2.0, 1.25)
-
-
 def test_table(tmp_path, capsys):
     path = tmp_path / "bench.json"
     results.merge(path, "gemm", results.section(some_rows(), quick=True))
@@ -54,27 +49,6 @@ def test_table(tmp_path, capsys):
     )
 
 
-def test_the_table_has_the_figures_of_older_files():
-    older = {"first_calls_s": {"1": 1.5, "12": 2.25}, "launches": 9.5, "gap_ms": 0.25}
-    row = dataclasses.replace(some_rows()[1], layer="core", **older)
-    table = report.markdown(
-        {"step": results.section([], quick=False) | {"rows": [row]}}
-    )
-    *_, head, _, cells = table.splitlines()
-    found = dict(zip(head.split(" | "), cells.split(" | "), strict=True))
-    assert found["of 1, 12 layers |"] == "1.5, 2.2 |"
-    assert (found["layer"], found["launches/layer"], found["gap, ms"]) == (
-        "core",
-        "9.5",
-        "0.250",
-    )
-
-
-def test_the_table_of_a_missing_file(tmp_path, capsys):
-    assert main(["table", str(tmp_path / "none.json")]) == 2
-    assert "No such file" in capsys.readouterr().err
-
-
 def test_sections_of_other_versions_have_tables(tmp_path, capsys):
     path = tmp_path / "bench.json"
     results.merge(path, "grouped", results.section(some_rows(), quick=False))
@@ -82,13 +56,9 @@ def test_sections_of_other_versions_have_tables(tmp_path, capsys):
     assert "**grouped**, on cpu" in capsys.readouterr().out
 
 
-def test_plain_rows_are_aligned_with_the_head():
-    _, title, head = report.text_head("gemm").split("\n")
-    assert "GEMM" in title
-    for row in some_rows():
-        text = report.text_row(row)
-        assert text.index(f"{row.ms:.3f}") == head.index("ms ")
-        assert text.index(f"  {row.ratio:.2f}") + 2 == head.index("speedup")
+def test_a_file_that_has_no_table_is_named(tmp_path, capsys):
+    assert main(["table", str(tmp_path / "none.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
 
 
 def test_picture(tmp_path, capsys):

@@ -7,15 +7,7 @@ import pytest
 from jax import lax
 
 from fbq_jax import ops, recipes
-from fbq_jax.bench import (
-    gemm,
-    layers,
-    linear,
-    matmuls,
-    measure,
-    moe,
-    serve,
-)
+from fbq_jax.bench import gemm, layers, linear, matmuls, measure, moe, serve
 from fbq_jax.ops import dispatch
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 

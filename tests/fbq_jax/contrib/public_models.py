@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,29 +73,26 @@ def pairs_loss(outputs: Any) -> jax.Array:
     return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(outputs)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PublicModel:
+class PublicModel(NamedTuple):
     """A model, and a call of it.
 
     Attributes:
-      name: what tables call it.
       package: the distribution that has it.
       module: the module of the package that has it.
       make: makes the model, from that module.
+      function: ``quantize``, with the module that has it.
       args: the arguments of a call.
       kwargs: keyword arguments of the same call.
-      function: ``quantize``, with the module that has it.
       loss: of what the model returns.
       stacks: the paths of modules whose parameters have an axis of layers.
     """
 
-    name: str
     package: str
     module: str
     make: Callable[[Any], Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     function: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = {}  # noqa: RUF012 (never changed)
     loss: Callable[[Any], jax.Array] = next_token_loss
     stacks: tuple[str, ...] = ()
 
@@ -339,145 +336,82 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 128,
 }
+_TEXT = _SIZES | {"vocab_size": 64}
+_GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
 _CAUSAL = (TOKENS, _ONES, POSITIONS)
 _DECODER = (TOKENS, POSITIONS, None, MASK)
+_LINEN, _OWN_CODE = "fbq_jax.quantize", "qwix.quantize"
+_NNX, _OWN_CODE_NNX = "fbq_jax.nnx.quantize", "qwix.quantize_nnx"
 
 MODELS = {
-    model.name: model
-    for model in (
-        PublicModel(
-            name="Llama",
-            package="transformers",
-            module="transformers.models.llama.modeling_flax_llama",
-            make=_hugging_face(
-                "FlaxLlamaForCausalLM",
-                "LlamaConfig",
-                vocab_size=64,
-                num_key_value_heads=2,
-                **_SIZES,
-            ),
-            args=_CAUSAL,
-            function="fbq_jax.quantize",
+    "Llama": PublicModel(
+        *("transformers", "transformers.models.llama.modeling_flax_llama"),
+        _hugging_face(
+            *("FlaxLlamaForCausalLM", "LlamaConfig"), num_key_value_heads=2, **_TEXT
         ),
-        PublicModel(
-            name="ViT",
-            package="transformers",
-            module="transformers.models.vit.modeling_flax_vit",
-            make=_hugging_face(
-                "FlaxViTForImageClassification",
-                "ViTConfig",
-                image_size=16,
-                patch_size=4,
-                **_SIZES,
-            ),
-            args=(_IMAGES,),
-            loss=mean_square,
-            function="fbq_jax.quantize",
+        *(_LINEN, _CAUSAL),
+    ),
+    "ViT": PublicModel(
+        *("transformers", "transformers.models.vit.modeling_flax_vit"),
+        _hugging_face(
+            *("FlaxViTForImageClassification", "ViTConfig"),
+            **(_SIZES | {"image_size": 16, "patch_size": 4}),
         ),
-        PublicModel(
-            name="BERT, `nn.remat`",
-            package="transformers",
-            module="transformers.models.bert.modeling_flax_bert",
-            make=_hugging_face(
-                "FlaxBertForMaskedLM",
-                "BertConfig",
-                checkpointing=True,
-                vocab_size=64,
-                max_position_embeddings=32,
-                **_SIZES,
-            ),
-            args=(TOKENS, _ONES, jnp.zeros_like(TOKENS), POSITIONS, None),
-            function="fbq_jax.quantize",
+        *(_LINEN, (_IMAGES,)),
+        loss=mean_square,
+    ),
+    "BERT, `nn.remat`": PublicModel(
+        *("transformers", "transformers.models.bert.modeling_flax_bert"),
+        _hugging_face(
+            *("FlaxBertForMaskedLM", "BertConfig"),
+            checkpointing=True,
+            **(_TEXT | {"max_position_embeddings": 32}),
         ),
-        PublicModel(
-            name="GPT-2",
-            package="transformers",
-            module="transformers.models.gpt2.modeling_flax_gpt2",
-            make=_hugging_face(
-                "FlaxGPT2LMHeadModel",
-                "GPT2Config",
-                vocab_size=64,
-                n_embd=64,
-                n_layer=2,
-                n_head=4,
-                n_positions=32,
-            ),
-            args=_CAUSAL,
-            function="qwix.quantize",
-        ),
-        PublicModel(
-            name="Stable Diffusion's U-Net",
-            package="diffusers",
-            module="diffusers.models.unets.unet_2d_condition_flax",
-            make=_u_net,
-            args=(_LATENTS, jnp.array([3, 7]), _PATCHES),
-            function="fbq_jax.quantize",
-            loss=mean_square,
-        ),
-        PublicModel(
-            name="Griffin, `nn.remat`",
-            package="recurrentgemma",
-            module="recurrentgemma.jax",
-            make=_griffin,
-            args=(TOKENS, POSITIONS),
-            kwargs={"return_logits": True},
-            function="qwix.quantize",
-        ),
-        PublicModel(
-            name="Gemma 4's vision transformer, `nn.scan`",
-            package="gemma",
-            module="gemma.gm.nn.gemma4.vision._transformer",
-            make=_gemma_vision,
-            args=(_PATCHES, jnp.ones((2, 16), bool), _PATCH_POSITIONS),
-            loss=mean_square,
-            function="qwix.quantize",
-            stacks=("",),
-        ),
-        PublicModel(
-            name="CLIP, `nnx.scan`",
-            package="jax-image-models",
-            module="jimm.models.clip.clip_model",
-            make=_clip,
-            args=(_IMAGES, TOKENS),
-            loss=pairs_loss,
-            function="fbq_jax.nnx.quantize",
-            stacks=("vision_model/encoder/layers", "text_model/transformer/layers"),
-        ),
-        PublicModel(
-            name="TimesFM 2.5, `nnx.scan`",
-            package="timesfm",
-            module="timesfm.timesfm_2p5.timesfm_2p5_flax",
-            make=_timesfm,
-            args=(_SERIES, jnp.zeros((2, 4, 32), bool)),
-            loss=mean_square,
-            function="fbq_jax.nnx.quantize",
-            stacks=("stacked_xf",),
-        ),
-        PublicModel(
-            name="Mamba 2",
-            package="mamba2-jax",
-            module="mamba2_jax.modeling",
-            make=_mamba,
-            args=(TOKENS,),
-            function="qwix.quantize_nnx",
-        ),
-        PublicModel(
-            name="Llama 3, `nnx.remat`",
-            package="google-tunix",
-            module="tunix.models.llama3.model",
-            make=_tunix("Llama3"),
-            args=_DECODER,
-            function="qwix.quantize_nnx",
-        ),
-        PublicModel(
-            name="Qwen 3, `nnx.remat`",
-            package="google-tunix",
-            module="tunix.models.qwen3.model",
-            make=_tunix("Qwen3"),
-            args=_DECODER,
-            function="qwix.quantize_nnx",
-        ),
-    )
+        *(_LINEN, (TOKENS, _ONES, jnp.zeros_like(TOKENS), POSITIONS, None)),
+    ),
+    "GPT-2": PublicModel(
+        *("transformers", "transformers.models.gpt2.modeling_flax_gpt2"),
+        _hugging_face("FlaxGPT2LMHeadModel", "GPT2Config", **_GPT2),
+        *(_OWN_CODE, _CAUSAL),
+    ),
+    "Stable Diffusion's U-Net": PublicModel(
+        *("diffusers", "diffusers.models.unets.unet_2d_condition_flax", _u_net),
+        *(_LINEN, (_LATENTS, jnp.array([3, 7]), _PATCHES)),
+        loss=mean_square,
+    ),
+    "Griffin, `nn.remat`": PublicModel(
+        *("recurrentgemma", "recurrentgemma.jax", _griffin),
+        *(_OWN_CODE, (TOKENS, POSITIONS), {"return_logits": True}),
+    ),
+    "Gemma 4's vision transformer, `nn.scan`": PublicModel(
+        *("gemma", "gemma.gm.nn.gemma4.vision._transformer", _gemma_vision),
+        *(_OWN_CODE, (_PATCHES, jnp.ones((2, 16), bool), _PATCH_POSITIONS)),
+        loss=mean_square,
+        stacks=("",),
+    ),
+    "CLIP, `nnx.scan`": PublicModel(
+        *("jax-image-models", "jimm.models.clip.clip_model", _clip),
+        *(_NNX, (_IMAGES, TOKENS)),
+        loss=pairs_loss,
+        stacks=("vision_model/encoder/layers", "text_model/transformer/layers"),
+    ),
+    "TimesFM 2.5, `nnx.scan`": PublicModel(
+        *("timesfm", "timesfm.timesfm_2p5.timesfm_2p5_flax", _timesfm),
+        *(_NNX, (_SERIES, jnp.zeros((2, 4, 32), bool))),
+        loss=mean_square,
+        stacks=("stacked_xf",),
+    ),
+    "Mamba 2": PublicModel(
+        *("mamba2-jax", "mamba2_jax.modeling", _mamba, _OWN_CODE_NNX, (TOKENS,))
+    ),
+    "Llama 3, `nnx.remat`": PublicModel(
+        *("google-tunix", "tunix.models.llama3.model", _tunix("Llama3")),
+        *(_OWN_CODE_NNX, _DECODER),
+    ),
+    "Qwen 3, `nnx.remat`": PublicModel(
+        *("google-tunix", "tunix.models.qwen3.model", _tunix("Qwen3")),
+        *(_OWN_CODE_NNX, _DECODER),
+    ),
 }
 
 ROWS = Path(__file__).with_suffix(".json")

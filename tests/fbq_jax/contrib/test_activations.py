@@ -9,15 +9,10 @@ from flax import linen as nn
 from flax import nnx
 
 import fbq_jax
-from fbq_jax import (
-    FallbackDot,
-    FallbackEinsum,
-    Recipe,
-    fallback_stats,
-    recipes,
-)
+from fbq_jax import FallbackDot, FallbackEinsum, Recipe, fallback_stats, recipes
 from fbq_jax.contrib import qwix
 from fbq_jax.recipes.rules_report import ActivationProduct
+from tests.fbq_jax.contrib.test_qwix import OwnNnx
 from tests.fbq_jax.linen.test_whole_models import KEY, X, train
 from tests.fbq_jax.nnx.test_whole_models import descend
 
@@ -101,21 +96,15 @@ def test_products_stay_in_float_unless_a_pattern_has_the_mark():
 
 
 class Attention(nn.Module):
-    ops: object = None
+    ops: object = (None, None)
     precision: object = None
 
     @nn.compact
     def __call__(self, x):
-        given = {}
-        if self.ops is not None:
-            given = {
-                "qk_attn_weights_einsum_cls": lambda: self.ops[0],
-                "attn_weights_value_einsum_cls": lambda: self.ops[1],
-            }
-        attention = nn.MultiHeadDotProductAttention(
-            2, precision=self.precision, name="attn", **given
-        )
-        return attention(x)
+        qk, av = (op and (lambda op=op: op) for op in self.ops)
+        given = {"precision": self.precision, "qk_attn_weights_einsum_cls": qk}
+        given["attn_weights_value_einsum_cls"] = av
+        return nn.MultiHeadDotProductAttention(2, name="attn", **given)(x)
 
 
 @pytest.mark.exhaustive
@@ -124,13 +113,9 @@ def test_flax_attention_has_the_bits_of_injection_by_hand():
     variables = train(model)
     by_hand = train(Attention((einsum(SMALL), einsum(OTHER))))
     jax.tree.map(np.testing.assert_array_equal, variables, by_hand)
-    assert report.activation_products == (
-        ActivationProduct(
-            "attn@activations_0", (4, 8, 2, 16), ".*@activations_0", SMALL
-        ),
-        ActivationProduct(
-            "attn@activations_1", (4, 8, 2, 16), ".*@activations_1", OTHER
-        ),
+    assert report.activation_products == tuple(
+        ActivationProduct(f"attn{rule[2:]}", (4, 8, 2, 16), rule, recipe)
+        for rule, recipe in BOTH.items()
     )
     assert report.unused_rules == ()
 
@@ -165,11 +150,6 @@ class NnxModel(nnx.Module):
         return x
 
 
-def train_nnx(model):
-    descend(model, X)
-    return [layer.w[...] for layer in model.layers]
-
-
 @pytest.mark.exhaustive
 def test_nnx_products_have_the_bits_of_injection_by_hand():
     rngs = nnx.Rngs(1)
@@ -177,20 +157,20 @@ def test_nnx_products_have_the_bits_of_injection_by_hand():
         tuple(fbq_jax.nnx.FallbackEinsum(r, rngs=rngs) for r in (SMALL, OTHER))
         for _ in range(2)
     ]
-    expected = train_nnx(NnxModel(by_hand))
-    model = NnxModel()
-    model, _ = qwix.quantize_nnx(model, {".*": OTHER}, X, rngs=nnx.Rngs(2))
+    by_hand = NnxModel(by_hand)
+    descend(by_hand, X)
+    model, _ = qwix.quantize_nnx(NnxModel(), {".*": OTHER}, X, rngs=nnx.Rngs(2))
     rules = {**BOTH, ".*": None}  # again, in place of the rules before
     model, report = qwix.quantize_nnx(model, rules, X, rngs=nnx.Rngs(1))
-    jax.tree.map(np.testing.assert_array_equal, train_nnx(model), expected)
+    descend(model, X)
+    for layer, expected in zip(model.layers, by_hand.layers, strict=True):
+        np.testing.assert_array_equal(layer.w[...], expected.w[...])
     assert [p.name for p in report.activation_products] == [
         f"layers/{layer}@activations_{number}" for layer in "01" for number in "01"
     ]
     stats = fbq_jax.nnx.fallback_stats(model)
     assert {name: int(s.count) for name, s in stats.items()} == {
-        f"layers/{layer}/activations_{number}_dot_general": 2
-        for layer in "01"
-        for number in "01"
+        p.name.replace("@", "/") + "_dot_general": 2 for p in report.activation_products
     }
 
 
@@ -203,23 +183,16 @@ def test_rules_leave_nothing_behind():
     model, report = qwix.quantize_nnx(model, {".*": None}, X)
     assert nnx.graphdef(model) == before
     assert len(report.activation_products) == 4
+    with pytest.raises(ValueError, match=r"'\.\*@activations_0' .*: use fbq_jax\.con"):
+        fbq_jax.nnx.quantize(model, BOTH)
 
 
 def test_both_operands_may_be_one_array():
-    class Gram(nnx.Module):
-        def __call__(self, x):
-            return jnp.einsum("btd,bsd->bts", x, x)
-
-    model, by_hand = Gram(), fbq_jax.nnx.FallbackEinsum(recipes.rowwise)
-    model, _ = qwix.quantize_nnx(model, {"@activations_0": recipes.rowwise}, X)
+    gram = OwnNnx(lambda _, x: jnp.einsum(QK, x, x))
+    model, _ = qwix.quantize_nnx(gram, {"@activations_0": recipes.rowwise}, X)
     y = nnx.jit(lambda model: model(X))(model)
-    expected = nnx.jit(lambda op: op("btd,bsd->bts", X, X))(by_hand)
-    np.testing.assert_array_equal(y, expected)
-
-
-def test_nnx_quantize_refuses_rules_for_activations():
-    with pytest.raises(ValueError, match=r"'\.\*@activations_0' .*: use fbq_jax\.con"):
-        fbq_jax.nnx.quantize(NnxModel(), BOTH)
+    by_hand = fbq_jax.nnx.FallbackEinsum(recipes.rowwise)
+    np.testing.assert_array_equal(y, nnx.jit(lambda op: op(QK, X, X))(by_hand))
 
 
 @pytest.mark.exhaustive
@@ -259,18 +232,12 @@ def test_a_stack_of_layers_has_a_state_for_each():
         def __call__(self, x):
             return x + jnp.einsum(AV, nnx.softmax(x @ x.mT), self.value(x))
 
-    class Model(nnx.Module):
-        def __init__(self):
-            make = nnx.split_rngs(splits=2)(nnx.vmap(Layer))
-            self.layers = make(nnx.Rngs(0))
+    def apply(model, x):
+        axes = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
+        return nnx.scan(lambda x, layer: layer(x), **axes)(x, model.layers)
 
-        def __call__(self, x):
-            scan = nnx.scan(
-                lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-            )
-            return scan(x, self.layers)
-
-    model = Model()
+    make = nnx.split_rngs(splits=2)(nnx.vmap(Layer))
+    model = OwnNnx(apply, layers=make(nnx.Rngs(0)))
     model, report = qwix.quantize_nnx(model, BOTH, X, rngs=nnx.Rngs(1))
     assert report.unused_rules == ()
     nnx.jit(lambda model: model(X))(model)
@@ -296,12 +263,7 @@ def test_lora_is_no_activation():
     model = NnxLayer(nnx.Rngs(0))
     model = google_qwix.apply_lora_to_model(model, provider, X, rngs=nnx.Rngs(1))
     model, report = qwix.quantize_nnx(model, {**BOTH, ".*": None}, X)
-    assert [p.parameter for p in report.float_parameters] == [
-        "w",
-        "w_lora_a",
-        "w_lora_b",
-    ]
-    assert [p.name for p in report.activation_products] == [
-        "@activations_0",
-        "@activations_1",
-    ]
+    floats = [p.parameter for p in report.float_parameters]
+    assert floats == ["w", "w_lora_a", "w_lora_b"]
+    names = [p.name for p in report.activation_products]
+    assert names == ["@activations_0", "@activations_1"]

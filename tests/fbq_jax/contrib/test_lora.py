@@ -14,7 +14,7 @@ import fbq_jax
 from fbq_jax import Recipe, fallback_stats
 from fbq_jax.contrib import qwix
 from tests.fbq_jax.contrib.test_qwix import Raw
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Qwix
 
@@ -90,36 +90,16 @@ def floats():
     return losses
 
 
+def changed(model, *changes):
+    for change in changes:
+        model = change(model)
+    return model
+
+
 ORDERS = {
     "LoRA, quantize": (add_lora, quantize),
     "quantize, LoRA": (quantize, add_lora),
     "LoRA, quantize, LoRA": (add_lora, quantize, add_lora),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("order", ORDERS)
-def test_only_lora_trains_on_an_int8_base(order, floats):
-    model = Model()
-    for change in ORDERS[order]:
-        model = change(model)
-    assert len(arrays(model, nnx.LoRAParam)) == 8
-    params = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
-    before, lora = arrays(model, params), arrays(model, nnx.LoRAParam)
-    counts = {
-        path: int(s.count) for path, s in fbq_jax.nnx.fallback_stats(model).items()
-    }
-    assert sorted(counts) == ["dense", "einsum", "heads", "raw/w_dot_general"]
-    np.testing.assert_allclose(train(model), floats, rtol=0.01)
-    for path, array in arrays(model, params).items():
-        np.testing.assert_array_equal(array, before[path])
-    for path, array in arrays(model, nnx.LoRAParam).items():
-        assert np.any(array != lora[path]), path
-    for path, stats in fbq_jax.nnx.fallback_stats(model).items():
-        assert int(stats.count) == counts[path] + 4
-
-
-FROZEN = {
     "quantize, LoRA, freeze": (quantize, add_lora, freeze),
     "LoRA, quantize, freeze": (add_lora, quantize, freeze),
     "quantize, freeze, LoRA": (quantize, freeze, add_lora),
@@ -128,21 +108,27 @@ FROZEN = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("order", FROZEN)
-def test_lora_on_a_frozen_base(order, floats):
-    model = Model()
-    for change in FROZEN[order]:
-        model = change(model)
-    codes = {
-        path: array for path, array in arrays(model).items() if array.dtype == np.int8
-    }
-    assert len(codes) == 4
+@pytest.mark.parametrize("order", ORDERS)
+def test_only_lora_trains_on_an_int8_base(order, floats):
+    model, is_frozen = changed(Model(), *ORDERS[order]), freeze in ORDERS[order]
+    assert len(arrays(model, nnx.LoRAParam)) == 8
+    before, lora = arrays(model), arrays(model, nnx.LoRAParam)
+    codes = [path for path, array in before.items() if array.dtype == np.int8]
     params = arrays(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
-    assert {array.shape for array in params.values()} == {(16, 32), (32,), (4, 8)}
+    if is_frozen:
+        assert len(codes) == 4
+        assert {x.shape for x in params.values()} == {(16, 32), (32,), (4, 8)}
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert sorted(stats) == ["dense", "einsum", "heads", "raw/w_dot_general"]
+    counts = {path: int(s.count) + 4 * (not is_frozen) for path, s in stats.items()}
     np.testing.assert_allclose(train(model), floats, rtol=0.01)
-    for path, array in arrays(model).items():
-        if path in codes:
-            np.testing.assert_array_equal(array, codes[path])
+    after = arrays(model)
+    for path in (*codes, *params):
+        np.testing.assert_array_equal(after[path], before[path])
+    for path, array in lora.items():
+        assert np.any(array != after[path]), path
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert counts == {path: int(s.count) for path, s in stats.items()}
 
 
 class Linen(nn.Module):
@@ -209,9 +195,7 @@ def linen_floats():
 
 @pytest.mark.parametrize("order", with_first_fast(LINEN_ORDERS))
 def test_linen(order, linen_floats):
-    model = Linen()
-    for change in LINEN_ORDERS[order]:
-        model = change(model)
+    model = changed(Linen(), *LINEN_ORDERS[order])
     losses, variables = train_linen(model)
     assert "kernel_lora_a" in variables["params"]["dense"]
     assert "w_lora_b" in variables["params"]
@@ -223,17 +207,12 @@ def test_linen(order, linen_floats):
 
 @pytest.mark.parametrize(
     ("model", "x", "floats", "layer"),
-    [
-        pytest.param(nn.Dense(32), jnp.ones((2, 32)), {}, r"\(root\)", id="layer"),
-        pytest.param(
-            Linen(),
-            TOKENS,
-            {"dense": None},
-            "w",
-            id="code",
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
+    rows_with_first_fast(
+        [
+            (nn.Dense(32), jnp.ones((2, 32)), {}, r"\(root\)"),
+            (Linen(), TOKENS, {"dense": None}, "w"),  # in a model's own code
+        ]
+    ),
 )
 def test_lora_on_frozen_linen_weights_is_refused(model, x, floats, layer):
     rules = {**floats, ".*": SMALL}
@@ -245,21 +224,17 @@ def test_lora_on_frozen_linen_weights_is_refused(model, x, floats, layer):
         jax.eval_shape(model.apply, frozen, x)
 
 
-def test_nnx_ops_that_qwix_does_not_see_are_named():
-    lora = add_lora(Model())
-    with pytest.raises(ValueError, match="Qwix changed this Model, and does not see"):
-        fbq_jax.nnx.quantize(lora, RULES)
+def test_ops_that_qwix_does_not_see_are_named():
+    message, key = "Qwix changed this {}, and does not see", jax.random.key(0)
+    with pytest.raises(ValueError, match=message.format("Model")):
+        fbq_jax.nnx.quantize(add_lora(Model()), RULES)
+    with pytest.raises(ValueError, match=message.format("Linen")):
+        fbq_jax.quantize(add_linen_lora(Linen()), RULES, key, TOKENS)
+    model, _ = fbq_jax.quantize(Linen(), RULES, key, TOKENS)
+    with pytest.raises(ValueError, match=message.format("Linen")):
+        jax.eval_shape(add_linen_lora(model).init, key, TOKENS)
     model = Model()
     fbq_jax.nnx.quantize(model, RULES, rngs=nnx.Rngs(5))
     model.dense.dot_general.qwix_path = ("dense", "dot_general")  # Qwix sets it
     with pytest.warns(UserWarning, match="does not see the products of its quantized"):
         model(TOKENS)
-
-
-def test_ops_that_qwix_does_not_see_in_linen_are_named():
-    lora = add_linen_lora(Linen())
-    with pytest.raises(ValueError, match="Qwix changed this Linen, and does not see"):
-        fbq_jax.quantize(lora, RULES, jax.random.key(0), TOKENS)
-    model, _ = fbq_jax.quantize(Linen(), RULES, jax.random.key(0), TOKENS)
-    with pytest.raises(ValueError, match="Qwix changed this Linen, and does not see"):
-        jax.eval_shape(add_linen_lora(model).init, jax.random.key(0), TOKENS)

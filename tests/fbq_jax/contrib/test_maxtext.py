@@ -211,7 +211,8 @@ def test_fsdp_and_tensor_parallelism(run, in_float, shard_mode, monkeypatch):
 
 
 def test_each_microbatch_moves_the_thresholds(run):
-    trained = run(gradient_accumulation_steps=2)
+    """Of another decoder."""
+    trained = run(gradient_accumulation_steps=2, decoder_block="qwen3")
     assert_trained(trained, None, layers=7, calls=2 * STEPS)
 
 
@@ -228,10 +229,6 @@ def test_a_resumed_training_continues_bit_for_bit(run, quantized, tmp_path):
     assert quantized.losses[0] not in resumed.losses
     assert quantized.losses[-1] in resumed.losses
     jax.tree.map(np.testing.assert_array_equal, resumed.variables, quantized.variables)
-
-
-def test_another_decoder(run):
-    assert_trained(run(decoder_block="qwen3"), None, layers=7)
 
 
 def test_experts_stay_in_float(run):
@@ -267,21 +264,13 @@ def test_stacks_of_stacks(axis):
 
 def test_sliced_kernels_are_quantized():
     """MaxText slices kernels of multi-head latent attention that have no ``quant``."""
-    report, _ = quantize(
-        decoder_block="deepseek",
-        attention_type="mla",
-        use_sliced_mla_proj=True,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        first_num_dense_layers=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        shared_experts=1,
-        mtp_num_layers=1,
-    )
+    of_attention = {"attention_type": "mla", "use_sliced_mla_proj": True}
+    of_attention |= {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32}
+    of_attention |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1}
+    of_layers = {"first_num_dense_layers": 1, "mtp_num_layers": 1}
+    settings = of_attention | of_experts | of_layers
+    report, _ = quantize(decoder_block="deepseek", **settings)
     layers = {layer.rpartition("/")[2] for layer in report.layers}
     assert layers >= {"wq_a", "wq_b", "wkv_a", "wkv_b"}
     assert {p.layer for p in report.products} == report.layers.keys() - {
@@ -293,18 +282,12 @@ def test_sliced_kernels_are_quantized():
     ("settings", "message"),
     [
         (
-            {
-                "ici_pipeline_parallelism": 2,
-                "num_layers_per_pipeline_stage": 1,
-                "per_device_batch_size": 2,
-            },
+            {"ici_pipeline_parallelism": 2, "num_layers_per_pipeline_stage": 1}
+            | {"per_device_batch_size": 2},
             "pipelines.* got ici_pipeline_parallelism=2 and .* must be 1",
         ),
         ({"quantization": "int8"}, "with quantization=.*int8.*: leave that empty"),
-        (
-            {"num_vocab_tiling": 2},
-            "num_vocab_tiling=2 .* 'decoder/logits_dense': None",
-        ),
+        ({"num_vocab_tiling": 2}, "num_vocab_tiling=2 .* 'decoder/logits_dense': None"),
         ({"weight_dtype": "float8_e4m3fn"}, "layer 'decoder.*' has weights in 8 bits"),
         ({"matmul_precision": "highest"}, "precision=HIGHEST cannot be met"),
     ],
@@ -329,31 +312,24 @@ def test_models_outside_the_context_stay_as_they_are():
     assert quantizations.maybe_quantize_model is original
 
 
-def test_wrong_arguments_are_errors():
-    for rules, error, message in [
-        (recipes.fallback, TypeError, "rules are a mapping"),
-        ({"mlp(": recipes.fallback}, ValueError, "not a regular expression"),
-    ]:
-        with (
-            pytest.raises(error, match=message),
-            fbq_jax.maxtext.quantize_models(rules),
-        ):
-            pass
-    with (
-        pytest.raises(ValueError, match="implementation='tritn' is not"),
-        fbq_jax.maxtext.quantize_models(RULES, "tritn"),
-    ):
-        pass
-
-
-def test_another_maxtext_is_refused(monkeypatch):
-    monkeypatch.delattr(quantizations, "maybe_quantize_model")
-    message = r"does not know maxtext .*quantizations\.maybe_quantize_model; it knows"
-    with (
-        pytest.raises(RuntimeError, match=message),
-        fbq_jax.maxtext.quantize_models(RULES),
-    ):
-        pass
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((recipes.fallback,), TypeError, "rules are a mapping"),
+        (({"mlp(": recipes.fallback},), ValueError, "not a regular expression"),
+        ((RULES, "tritn"), ValueError, "implementation='tritn' is not"),
+        # Of another version of MaxText.
+        (
+            *((RULES,), RuntimeError),
+            r"does not know maxtext .*quantizations\.maybe_quantize_model; it knows",
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors(given, error, message, monkeypatch):
+    if error is RuntimeError:
+        monkeypatch.delattr(quantizations, "maybe_quantize_model")
+    with pytest.raises(error, match=message):
+        fbq_jax.maxtext.quantize_models(*given).__enter__()
 
 
 def test_the_script_of_the_page(tmp_path):
@@ -363,13 +339,9 @@ def test_the_script_of_the_page(tmp_path):
     (tmp_path / "train_int8.py").write_text(script[1])
     base = Path(linears.__file__).parents[1] / "configs" / "base.yml"
     settings = {**SETTINGS, "steps": 2, "base_output_directory": tmp_path}
+    command = [sys.executable, "train_int8.py", str(base)]
     result = subprocess.run(
-        [
-            sys.executable,
-            "train_int8.py",
-            str(base),
-            *(f"{key}={value}" for key, value in settings.items()),
-        ],
+        [*command, *(f"{key}={value}" for key, value in settings.items())],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         capture_output=True,

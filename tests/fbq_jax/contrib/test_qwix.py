@@ -113,8 +113,7 @@ def test_every_product_has_the_bits_of_injection_by_hand(name):
 
 @pytest.mark.exhaustive
 def test_scanned_and_rematerialized_layers():
-    rules = {".*": RULES[".*"]}
-    model, report = qwix.quantize(Scanned(), rules, KEY, X)
+    model, report = qwix.quantize(Scanned(), {".*": SMALL}, KEY, X)
     variables = train(model)
     by_hand = train(Scanned(op=HAND))
     jax.tree.map(np.testing.assert_array_equal, variables, by_hand)
@@ -131,37 +130,46 @@ def test_outside_jit_nothing_is_missed():
     model, _ = qwix.quantize(floats, RULES, KEY, X)
     variables = model.init(KEY, X)
     assert list(fallback_stats(variables)) == ["Layer_0", "Layer_1"]
+    apply = functools.partial(model.apply, mutable=["fallback"])
     for _ in range(2):
-        y, state = model.apply(variables, X, mutable=["fallback"])
+        y, state = apply(variables, X)
         assert [int(s.count) for s in fallback_stats(state).values()] == [1, 1]
         np.testing.assert_array_equal(floats.apply(params, X), before)
-    expected = jax.jit(functools.partial(model.apply, mutable=["fallback"]))
-    np.testing.assert_allclose(y, expected(variables, X)[0], rtol=1e-5, atol=1e-5)
-    grads = jax.grad(
-        lambda v: jnp.sum(model.apply(v, X, mutable=["fallback"])[0]), allow_int=True
-    )(variables)
+    expected, _ = jax.jit(apply)(variables, X)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    loss = lambda variables: jnp.sum(apply(variables, X)[0])  # noqa: E731
+    grads = jax.grad(loss, allow_int=True)(variables)
     assert float(jnp.abs(grads["params"]["Layer_0"]["w"]).max()) > 0
+
+
+class Own(nn.Module):
+    """A model that computes a function, which makes its parameters."""
+
+    function: object
+
+    @nn.compact
+    def __call__(self, x):
+        def param(name, *shape):
+            return self.param(name, nn.initializers.normal(0.2), shape)
+
+        return self.function(param, x)
 
 
 @pytest.mark.exhaustive
 def test_convolutions_and_einsums_of_several_axes():
-    class Net(nn.Module):
-        op: object = None
+    def net(conv, einsum):
+        def apply(param, x):
+            dims = {"dimension_numbers": ("NHC", "HIO", "NHC")}
+            x = conv(x, param("conv", 2, 32, 32), (2,), "VALID", **dims)
+            x = einsum("btd,dhk->bthk", x, param("up", 32, 2, 16))
+            return einsum("bthk,hkd->btd", x, param("down", 2, 16, 32))
 
-        @nn.compact
-        def __call__(self, x):
-            conv = lax.conv_general_dilated
-            einsum = jnp.einsum
-            if self.op is not None:
-                conv, einsum = FallbackConv(self.op), FallbackEinsum(self.op)
-            ones = nn.initializers.normal()
-            w = self.param("conv", ones, (2, 32, 32))
-            x = conv(x, w, (2,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"))
-            x = einsum("btd,dhk->bthk", x, self.param("up", ones, (32, 2, 16)))
-            return einsum("bthk,hkd->btd", x, self.param("down", ones, (2, 16, 32)))
+        return Own(apply)
 
-    model, report = qwix.quantize(Net(), {".*": SMALL}, KEY, X)
-    by_hand = train(Net(RulesDot({".*": SMALL})))
+    floats = net(lax.conv_general_dilated, jnp.einsum)
+    model, report = qwix.quantize(floats, {".*": SMALL}, KEY, X)
+    op = RulesDot({".*": SMALL})
+    by_hand = train(net(FallbackConv(op), FallbackEinsum(op)))
     jax.tree.map(np.testing.assert_array_equal, train(model), by_hand)
     assert len(report.products) == 3
 
@@ -179,10 +187,7 @@ def test_layers_that_take_an_op_and_others_in_one_model():
     model, report = qwix.quantize(Model(), {".*": recipes.block}, KEY, tokens)
     variables = model.init(KEY, tokens)
     assert set(fallback_stats(variables)) == {"dense", "embed"}
-    assert {p.parameter for p in report.products} == {
-        "dense/kernel",
-        "embed/embedding",
-    }
+    assert {p.parameter for p in report.products} == {"dense/kernel", "embed/embedding"}
     frozen = fbq_jax.freeze(model, variables, tokens)
     serve = jax.jit(model.apply)
     np.testing.assert_array_equal(serve(frozen, tokens), serve(variables, tokens))
@@ -252,15 +257,13 @@ def test_frozen_linen_modules_that_multiply_in_their_own_code():
 
 
 def test_state_does_not_leave_transformations_that_are_not_flaxs():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            w = self.param("w", nn.initializers.lecun_normal(), (32, 32))
-            x = jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, w)
-            return lax.scan(lambda x, _: (x @ w, None), x, None, length=2)[0]
+    def apply(param, x):
+        w = param("w", 32, 32)
+        x = jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, w)
+        return lax.scan(lambda x, _: (x @ w, None), x, None, length=2)[0]
 
     with pytest.warns(UserWarning, match="quantize nothing.* layers here are none"):
-        model, report = qwix.quantize(Model(), {".*": SMALL}, KEY, X)
+        model, report = qwix.quantize(Own(apply), {".*": SMALL}, KEY, X)
     assert sorted(jax.eval_shape(model.init, KEY, X)) == ["params"]
     assert [p[::2] for p in report.float_parameters] == [("w", NOT_REACHED)]
     assert report.products == ()
@@ -302,36 +305,6 @@ class NnxModel(nnx.Module):
         return self.embed.attend(self.head(self.dense(self.encode(tokens))))
 
 
-@pytest.mark.exhaustive
-def test_nnx_modules_that_multiply_in_their_own_code():
-    tokens = jnp.arange(32).reshape(4, 8) % 16
-    model = NnxModel(nnx.Rngs(0))
-    model, report = qwix.quantize_nnx(model, RULES, tokens, rngs=nnx.Rngs(1))
-    assert isinstance(model, NnxModel)
-    assert {p.parameter: p.rule for p in report.products} == {
-        "blocks/0/w": ".*",
-        "blocks/1/w": ".*",
-        "dense/kernel": ".*",
-        "embed/embedding": ".*",
-    }
-    floats = {p.parameter: p.reason for p in report.float_parameters}
-    assert floats.pop("head/w") == "rule 'head'"
-    assert set(floats) == {"blocks/0/scale", "blocks/1/scale", "head/scale"}
-    assert report.unused_rules == report.unmatched_layers == ()
-    descend(model, tokens)
-    counts = {k: int(s.count) for k, s in fbq_jax.nnx.fallback_stats(model).items()}
-    assert counts == {
-        "blocks/0/w_dot_general": 2,
-        "blocks/1/w_dot_general": 2,
-        "dense": 2,
-        "embed/embedding_dot_general": 2,
-    }
-    model.encode(tokens)  # outside jit, by another method
-    stats = fbq_jax.nnx.fallback_stats(model)
-    assert int(stats["blocks/1/w_dot_general"].count) == 3
-    assert int(stats["dense"].count) == 2
-
-
 class Transposed(nnx.Module):
     def __init__(self, rngs):
         self.w = nnx.Param(jax.random.normal(rngs.params(), (2, 16, 32)) / 6)
@@ -340,34 +313,45 @@ class Transposed(nnx.Module):
         return x @ self.w[...].reshape(32, 32).T.astype(jnp.bfloat16).astype(x.dtype)
 
 
+TOKENS = jnp.arange(32).reshape(4, 8) % 16
+
+
 @pytest.mark.exhaustive
-def test_frozen_nnx_modules_that_multiply_in_their_own_code():
-    tokens = jnp.arange(32).reshape(4, 8) % 16
+def test_nnx_modules_that_multiply_in_their_own_code():
     model = NnxModel(nnx.Rngs(0))
     model.dense = Transposed(nnx.Rngs(2))
-    started = Recipe(block=32, start=2.0)
-    model, _ = qwix.quantize_nnx(
-        model, {"head": None, ".*": started}, tokens, rngs=nnx.Rngs(1)
+    rules = {"head": None, ".*": Recipe(block=32, start=2.0)}
+    model, report = qwix.quantize_nnx(model, rules, TOKENS, rngs=nnx.Rngs(1))
+    assert isinstance(model, NnxModel)
+    quantized = ["blocks/0/w", "blocks/1/w", "dense/w", "embed/embedding"]
+    assert {p.parameter: p.rule for p in report.products} == dict.fromkeys(
+        quantized, ".*"
     )
-    frozen = fbq_jax.nnx.freeze(model, tokens)
+    floats = {p.parameter: p.reason for p in report.float_parameters}
+    assert floats.pop("head/w") == "rule 'head'"
+    assert set(floats) == {"blocks/0/scale", "blocks/1/scale", "head/scale"}
+    assert report.unused_rules == report.unmatched_layers == ()
+    descend(model, TOKENS)
+    model.encode(TOKENS)  # outside jit, by another method
+    stats = fbq_jax.nnx.fallback_stats(model)
+    assert {path: int(s.count) for path, s in stats.items()} == {
+        "blocks/0/w_dot_general": 3,
+        "blocks/1/w_dot_general": 3,
+        "dense/w_dot_general": 2,
+        "embed/embedding_dot_general": 2,
+    }
+
+    frozen = fbq_jax.nnx.freeze(model, TOKENS)
     codes = nnx.to_flat_state(nnx.state(frozen, nnx_dot.FrozenCodes))
     assert ["/".join(map(str, path)) for path, _ in codes] == [
-        "blocks/0/w_dot_general/weight",
-        "blocks/1/w_dot_general/weight",
-        "dense/w_dot_general/weight",
-        "embed/embedding_dot_general/weight",
+        f"{name}_dot_general/weight" for name in quantized
     ]
     params = nnx.to_flat_state(nnx.state(frozen, nnx.Param))
     kept = {"/".join(map(str, p)) for p, v in params if jax.tree.leaves(v)}
-    assert kept == {
-        "blocks/0/scale",
-        "blocks/1/scale",
-        "embed/embedding",  # a gather reads it, too
-        "head/scale",
-        "head/w",
-    }
+    # A gather reads the embedding, too.
+    assert kept == {*floats, "head/w", "embed/embedding"}
     model.eval()
-    serve = nnx.jit(lambda model: model(tokens))
+    serve = nnx.jit(lambda model: model(TOKENS))
     np.testing.assert_array_equal(serve(frozen), serve(model))
 
 
@@ -412,39 +396,38 @@ def test_a_stack_of_nnx_modules_that_multiply_in_their_own_code():
     np.testing.assert_array_equal(serve(frozen), serve(model))
 
 
-def test_nnx_products_inside_transformations_of_jax_stay_in_float():
-    class Mapped(nnx.Module):
-        def __init__(self, rngs):
-            self.up = nnx.Linear(32, 32, rngs=rngs)
-            self.w = nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 6)
+class OwnNnx(nnx.Module):
+    """A model of some parts that computes a function of itself and the input."""
 
-        def __call__(self, x):
-            return jax.vmap(lambda x: x @ self.w[...])(self.up(x))
+    def __init__(self, function, **parts):
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    model = Mapped(nnx.Rngs(0))
+    def __call__(self, x):
+        return self.function(self, x)
+
+
+def weight(*shape):
+    return nnx.Param(jax.random.normal(KEY, shape) / 6)
+
+
+def test_nnx_products_that_state_cannot_leave_stay_in_float():
+    """Those in transformations of JAX, and in modules of Linen."""
+
+    def apply(model, x):
+        return model.linen(jax.vmap(lambda x: x @ model.w[...])(model.up(x)))
+
+    rngs = nnx.Rngs(0)
+    linen = nnx.bridge.ToNNX(nn.Dense(32), rngs=rngs).lazy_init(X)
+    model = OwnNnx(apply, up=nnx.Linear(32, 32, rngs=rngs), w=weight(32, 32))
+    model.linen = linen
     model, report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
     assert [p.parameter for p in report.products] == ["up/kernel"]
-    assert [p[::2] for p in report.float_parameters] == [("w", NOT_REACHED)]
-    nnx.jit(lambda model: model(X))(model)
-    assert list(fbq_jax.nnx.fallback_stats(model)) == ["up"]
-
-
-def test_linen_modules_in_nnx_models_stay_in_float():
-    class Bridged(nnx.Module):
-        def __init__(self):
-            self.outer = Raw(nnx.Rngs(0))
-            self.inner = nnx.bridge.ToNNX(nn.Dense(32), rngs=nnx.Rngs(0))
-            self.inner.lazy_init(X)
-
-        def __call__(self, x):
-            return self.outer(self.inner(x))
-
-    model = Bridged()
-    model, report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
-    assert [p.parameter for p in report.products] == ["outer/w"]
     reasons = {parameter: why for parameter, _, why in report.float_parameters}
-    assert reasons["inner/kernel"] == WITHOUT_OP
-    assert np.all(np.isfinite(model(X)))
+    assert (reasons["w"], reasons["linen/kernel"]) == (NOT_REACHED, WITHOUT_OP)
+    assert np.all(np.isfinite(nnx.jit(lambda model: model(X))(model)))
+    assert list(fbq_jax.nnx.fallback_stats(model)) == ["up"]
 
 
 class Named(Raw):
@@ -467,10 +450,10 @@ def test_a_model_can_be_pickled(cls):
 def test_the_given_model_stays_as_it_is():
     """The quantized one shares its parameters."""
     model = NnxModel(nnx.Rngs(0))
-    before, tokens = nnx.graphdef(model), jnp.arange(32).reshape(4, 8) % 16
-    quantized, _ = qwix.quantize_nnx(model, RULES, tokens)
+    before = nnx.graphdef(model)
+    quantized, _ = qwix.quantize_nnx(model, RULES, TOKENS)
     with pytest.raises(TypeError, match="unknown"):
-        qwix.quantize_nnx(model, RULES, tokens, unknown=1)
+        qwix.quantize_nnx(model, RULES, TOKENS, unknown=1)
     assert nnx.graphdef(model) == before
     assert quantized.blocks[0].w is model.blocks[0].w
 
@@ -529,62 +512,39 @@ def test_linen_states_that_do_not_tell_parameters_apart_are_not_frozen():
 
 
 def test_parts_of_a_parameter_are_not_frozen():
-    class Gates(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jax.random.normal(KEY, (2, 32, 32)))
-
-        def __call__(self, x):
-            return (x @ self.w[0]) * (x @ self.w[1])
-
-    model = Gates()
+    model = OwnNnx(lambda m, x: (x @ m.w[0]) * (x @ m.w[1]), w=weight(2, 32, 32))
     model, _ = qwix.quantize_nnx(model, {".*": recipes.block}, X, rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="layer 'w' multiplies by several weights"):
         fbq_jax.nnx.freeze(model, X)
 
 
 def test_a_precision_is_ignored_on_request():
-    class Precise(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones((32, 32)))
-            self.dense = nnx.Linear(32, 8, precision="high", rngs=nnx.Rngs(0))
+    def apply(model, x):
+        precision = lax.Precision.HIGHEST
+        return model.dense(jnp.einsum("btd,df->btf", x, model.w, precision=precision))
 
-        def __call__(self, x):
-            x = jnp.einsum("btd,df->btf", x, self.w, precision=lax.Precision.HIGHEST)
-            return self.dense(x)
-
+    dense = nnx.Linear(32, 8, precision="high", rngs=nnx.Rngs(0))
+    model, rules = OwnNnx(apply, w=weight(32, 32), dense=dense), {".*": recipes.block}
     with pytest.raises(ValueError, match=r"layer .*: precision=high.*RulesDot"):
-        qwix.quantize_nnx(Precise(), {".*": recipes.block}, X)
-    _, report = qwix.quantize_nnx(
-        Precise(), {".*": recipes.block}, X, ignore_precision=True
-    )
+        qwix.quantize_nnx(model, rules, X)
+    _, report = qwix.quantize_nnx(model, rules, X, ignore_precision=True)
     assert {p.parameter: p.ignores_precision for p in report.products} == {
         "dense/kernel": True,
         "w": True,
     }
 
 
-@pytest.mark.parametrize("both_multiply", [False, True])
-def test_owners_of_a_shared_nnx_parameter_have_their_own_ops(both_multiply):
-    class Owner(nnx.Module):
-        def __init__(self, w):
-            self.w = w
+@pytest.mark.parametrize("layers", [["second"], ["first", "second"]])
+def test_owners_of_a_shared_nnx_parameter_have_their_own_ops(layers):
+    def apply(model, x):
+        multiplies = "first" in layers
+        x = model.first(x) if multiplies else x * model.first.w[...].sum()
+        return model.second(x)
 
-        def __call__(self, x):
-            return x @ self.w[...]
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first = Owner(nnx.Param(rngs.params.normal((32, 32))))
-            self.second = Owner(self.first.w)
-
-        def __call__(self, x):
-            x = self.first(x) if both_multiply else x * self.first.w[...].sum()
-            return self.second(x)
-
-    model, report = qwix.quantize_nnx(
-        Model(nnx.Rngs(0)), {".*": SMALL}, X, rngs=nnx.Rngs(1)
-    )
-    layers = ["first", "second"] if both_multiply else ["second"]
+    w = weight(32, 32)
+    first, second = (OwnNnx(lambda m, x: x @ m.w[...], w=w) for _ in range(2))
+    model = OwnNnx(apply, first=first, second=second)
+    model, report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
     assert [product.layer for product in report.products] == layers
     stats = fbq_jax.nnx.fallback_stats(model)
     assert [path.split("/")[0] for path in stats] == layers

@@ -263,57 +263,54 @@ def check_width(kernels):
         assert "st.global.v4" in kernel.ptx or kernel.name == "_find_maxima"
 
 
-# The usual block in two types, the smallest, the narrowest and the largest.
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("capability", "dtype", "block", "criterion"),
-    [
-        (90, "bfloat16", (128, 128), "absmax"),
-        (89, "bfloat16", (128, 128), "absmax"),
-        (86, "bfloat16", (128, 128), "absmax"),
-        (80, "float32", (128, 128), "l1_rel"),
-        (90, "bfloat16", (32, 32), "l1"),
-        (89, "float32", (256, 32), "absmax"),
-        (80, "float32", (256, 256), "l1_rel"),
-    ],
-)
-def test_quantization_of_blocks(capability, dtype, block, criterion):
-    quantized = functools.partial(
-        compiled_quantize, Matrix(array(SHAPE, dtype)), capability=capability
-    )
-    check_width(quantized(noisy(*block), near(*block)))
-    check_width(quantized(near(*block), noisy(*block), criterion=criterion))
+def matrix(dtype):
+    return Matrix(array(SHAPE, dtype))
+
+
+def layouts_of_rows(r, c):
+    """Scales of rows, beside scales of columns and of blocks."""
+    return (noisy(1, c), noisy(r, 1)), (noisy(1, c), noisy(r, c, sums=True))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("capability", "dtype", "rowwise", "colwise", "bound"),
+    ("capability", "dtype", "layouts", "options"),
     [
-        (90, "bfloat16", noisy(1, None), noisy(None, 1), 127.5),
-        (90, "bfloat16", None, noisy(None, 1), 127.0),
-        (89, "float16", noisy(1, None), None, 127.0),
-        (80, "float32", near(1, None), near(None, 1), 127.0),
+        # The usual block in two types, the smallest, the narrowest and the largest.
+        *(
+            (capability, dtype, layouts, options)
+            for capability, dtype, block, criterion in [
+                (90, "bfloat16", (128, 128), "absmax"),
+                (89, "bfloat16", (128, 128), "absmax"),
+                (86, "bfloat16", (128, 128), "absmax"),
+                (80, "float32", (128, 128), "l1_rel"),
+                (90, "bfloat16", (32, 32), "l1"),
+                (89, "float32", (256, 32), "absmax"),
+                (80, "float32", (256, 256), "l1_rel"),
+            ]
+            for layouts, options in [
+                ((noisy(*block), near(*block)), {}),
+                ((near(*block), noisy(*block)), {"criterion": criterion}),
+            ]
+        ),
+        (90, "bfloat16", (noisy(1, None), noisy(None, 1)), {"bound": 127.5}),
+        (90, "bfloat16", (None, noisy(None, 1)), {}),
+        (89, "float16", (noisy(1, None), None), {}),
+        (80, "float32", (near(1, None), near(None, 1)), {}),
+        *(
+            (capability, "float32" if capability < 90 else "bfloat16", layouts, {})
+            for capability in SHARED_MEMORY
+            for block in [(128, 128), (32, 32), (256, 128)]
+            for layouts in layouts_of_rows(*block)
+        ),
     ],
 )
-def test_quantization_of_vectors(capability, dtype, rowwise, colwise, bound):
-    kernels = compiled_quantize(
-        *(Matrix(array(SHAPE, dtype)), rowwise, colwise),
-        capability=capability,
-        bound=bound,
-    )
-    assert len(kernels) == 2
+def test_quantization(capability, dtype, layouts, options):
+    options = options | {"capability": capability}
+    kernels = compiled_quantize(matrix(dtype), *layouts, **options)
     check_width(kernels)
-
-
-@pytest.mark.exhaustive
-@capabilities
-@pytest.mark.parametrize("block", [(128, 128), (32, 32), (256, 128)])
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_quantization_of_rows(block, in_blocks, capability):
-    r, c = block
-    source = Matrix(array(SHAPE, "float32" if capability < 90 else "bfloat16"))
-    colwise = noisy(r, c, sums=True) if in_blocks else noisy(r, 1)
-    check_width(compiled_quantize(source, noisy(1, c), colwise, capability=capability))
+    of_vectors = any(layout and None in layout.block for layout in layouts)
+    assert len(kernels) == 2 or not of_vectors
 
 
 @pytest.mark.parametrize(
@@ -324,8 +321,8 @@ def test_quantization_of_rows(block, in_blocks, capability):
     with_first_fast([(near(1, 128), near(128, 1)), (near(128, 128), near(128, 128))]),
 )
 def test_quantization_to_float8(layouts, capability, dtype):
-    source = Matrix(array(SHAPE, dtype))
-    kernels = compiled_quantize(source, *layouts, capability=capability, **FLOAT8)
+    options = {"capability": capability} | FLOAT8
+    kernels = compiled_quantize(matrix(dtype), *layouts, **options)
     check_width(kernels)
     # Rounded once, from float32.
     assert "cvt.rn.satfinite.e4m3x2.f32" in kernels[0].ptx
