@@ -10,27 +10,15 @@ import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
 
+from examples.llama.hf import files
 from examples.llama.hf.config_json import SPECIAL_TOKENS, family_of, from_json, to_json
-from examples.llama.hf.families import FAMILIES
-from examples.llama.hf.files import (
-    CONFIG,
-    CheckpointError,
-    check_new,
-    new_folder,
-    open_tensors,
-    read_json,
-    write_tensors,
-)
+from examples.llama.hf.families import FAMILIES, Family
+from examples.llama.hf.files import CONFIG, CheckpointError
 from examples.llama.hf.quantized import scheme_of
-from examples.llama.hf.tensor_views import (
-    HEAD,
-    TABLE,
-    TensorView,
-    parameter_shapes,
-    tensor_views,
-)
+from examples.llama.hf.tensor_views import TensorView, parameter_shapes, tensor_views
 from examples.llama.model_config import LlamaConfig
 
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The files that generation needs beside the model.
 _GENERATION = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model"),
@@ -59,21 +47,27 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
     folder = Path(folder)
     stored, file = _read_config(folder), folder / CONFIG
     family, scheme = family_of(stored, file), scheme_of(stored, file)
-    tensors = open_tensors(folder)
+    tensors = files.open_tensors(folder)
     config = from_json(stored, file, len(tensors))
-    flat = _empty_parameters(config, file)
-    expected = tensor_views(config, family, flat)
+    try:
+        shapes = parameter_shapes(config)
+        flat = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
+    except (MemoryError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} asks for arrays that cannot be allocated: {error}"
+        ) from error
     # Early checkpoints of Llama 2 also store the rotary frequencies.
     found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     quantized = {} if scheme is None else scheme.find(found)
     found = found.difference(*quantized.values()) | quantized.keys()
-    if config.tie_embeddings and {TABLE, HEAD} <= found:
-        if not np.array_equal(tensors[TABLE].read(), tensors[HEAD].read()):
+    if config.tie_embeddings and {_TABLE, _HEAD} <= found:
+        if not np.array_equal(tensors[_TABLE].read(), tensors[_HEAD].read()):
             raise CheckpointError(
-                f"{folder}: {HEAD} differs from {TABLE}, but {CONFIG} says "
+                f"{folder}: {_HEAD} differs from {_TABLE}, but {CONFIG} says "
                 "tie_word_embeddings"
             )
-        found.remove(HEAD)
+        found.remove(_HEAD)
+    expected = tensor_views(config, family, flat)
     _check_names(folder, expected, found)
     for name in sorted(found):
         if scheme is not None and name in quantized:
@@ -124,21 +118,18 @@ def save(
             a setting of ``config``; or ``like`` is damaged.
     """
     folder = Path(folder)
-    check_new(folder)
+    files.check_new(folder)
     flat = flax.traverse_util.flatten_dict(dict(params), sep="/")
     shapes = parameter_shapes(config)
     _check_names("params", shapes, flat)
     for path, shape in shapes.items():
         if flat[path].shape != shape or flat[path].dtype != jnp.float32:
-            raise CheckpointError(
-                f"params: {path} takes float32 {shape}, "
-                f"got {flat[path].dtype} {flat[path].shape}"
-            )
-    stored = config_json(config, like)
+            got = f"{flat[path].dtype} {flat[path].shape}"
+            raise CheckpointError(f"params: {path} takes float32 {shape}, got {got}")
+    stored, family = config_json(config, like)
     host = {path: np.asarray(array) for path, array in flat.items()}
-    views = tensor_views(config, FAMILIES[stored["model_type"]], host)
-    tensors = {name: view.join() for name, view in views.items()}
-    write_folder(folder, stored, tensors, like)
+    views = tensor_views(config, family, host)
+    write_folder(folder, stored, {name: x.join() for name, x in views.items()}, like)
 
 
 def write_folder(
@@ -148,22 +139,25 @@ def write_folder(
     like: str | Path | None,
 ) -> None:
     """Writes config.json, tensors, and the files for generation of ``like``."""
-    with new_folder(folder) as complete:
+    with files.new_folder(folder) as complete:
         (complete / CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
         for name in () if like is None else _GENERATION:
             if (file := Path(like or "") / name).is_file():
                 shutil.copyfile(file, complete / name)
-        write_tensors(complete, tensors)
+        files.write_tensors(complete, tensors)
 
 
-def config_json(config: LlamaConfig, like: str | Path | None) -> dict[str, Any]:
-    """The content of config.json, with the ids of special tokens of ``like``."""
+def config_json(
+    config: LlamaConfig, like: str | Path | None
+) -> tuple[dict[str, Any], Family]:
+    """The content of config.json, with ``like``'s ids of special tokens; its family."""
     if like is None:
-        return to_json(config)
-    file = Path(like) / CONFIG
-    source = read_json(file)
-    stored = to_json(config, family_of(source, file))
-    return stored | {key: source.get(key) for key in SPECIAL_TOKENS}
+        stored = to_json(config)
+        return stored, FAMILIES[stored["model_type"]]
+    source = files.read_json(Path(like) / CONFIG)
+    family = family_of(source, Path(like) / CONFIG)
+    ids = {key: source.get(key) for key in SPECIAL_TOKENS}
+    return to_json(config, family) | ids, family
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -172,17 +166,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds a GGUF file, which is not read: take the checkpoint that "
             "it was exported from, or an export in another format"
         )
-    return read_json(folder / CONFIG)
-
-
-def _empty_parameters(config: LlamaConfig, file: Path) -> dict[str, np.ndarray]:
-    try:
-        shapes = parameter_shapes(config)
-        return {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
-    except (MemoryError, OverflowError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} asks for arrays that cannot be allocated: {error}"
-        ) from error
+    return files.read_json(folder / CONFIG)
 
 
 def _fill(view: TensorView, tensor: np.ndarray, name: str) -> None:

@@ -14,14 +14,9 @@ import numpy as np
 
 import fbq_jax
 from examples.llama.hf.checkpoint import config_json, write_folder
-from examples.llama.hf.families import FAMILIES, Family
+from examples.llama.hf.families import Family
 from examples.llama.hf.files import check_new, new_folder
-from examples.llama.hf.tensor_views import (
-    GATE_UP,
-    ROUTER,
-    parameter_shapes,
-    tensor_views,
-)
+from examples.llama.hf.tensor_views import ROUTER, parameter_shapes, tensor_views
 from examples.llama.model import Llama
 from examples.llama.projections import fuses
 from fbq_jax.export import FORMATS, BlockWeight, ExportError, frozen_weights
@@ -46,7 +41,7 @@ def check_exportable(
         raise ExportError(
             f"{name} stores INT8 codes: export takes a model with an INT8 recipe"
         )
-    family = FAMILIES[config_json(model.config, like)["model_type"]]
+    _, family = config_json(model.config, like)
     if name == "gguf":
         _gguf_file().check(model.config, family, like)
     # One layer stands for all, and a number for each scale shows how blocks lie.
@@ -60,8 +55,13 @@ def check_exportable(
         variables = one_layer.init(jax.random.key(0), tokens)
         return fbq_jax.freeze(one_layer, variables, _TOKENS)
 
-    numbered = jax.tree.map(_numbered, jax.eval_shape(frozen))
-    FORMATS[name](_weights(one_layer, family, numbered), np.dtype(one.dtype))
+    def numbered(x: jax.ShapeDtypeStruct) -> np.ndarray:
+        if x.dtype == jnp.int8:  # codes
+            return np.zeros(x.shape, x.dtype)
+        return (1 + np.arange(x.size, dtype=x.dtype) / x.size).reshape(x.shape)
+
+    variables = jax.tree.map(numbered, jax.eval_shape(frozen))
+    FORMATS[name](_weights(one_layer, family, variables), np.dtype(one.dtype))
 
 
 def export(
@@ -82,8 +82,7 @@ def export(
     folder, config = Path(folder), model.config
     check_new(folder)
     check_exportable(name, model, like=like)
-    stored = config_json(config, like)
-    family = FAMILIES[stored["model_type"]]
+    stored, family = config_json(config, like)
     if len(_arrays(variables)) == len(parameter_shapes(config)):
         variables = fbq_jax.freeze(model, variables, _TOKENS)
     dtype = np.dtype(config.dtype)
@@ -117,13 +116,6 @@ def _gguf_file() -> ModuleType:
     return gguf_file
 
 
-def _numbered(x: jax.ShapeDtypeStruct) -> np.ndarray:
-    """An array of other values in every scale, and of zeros in place of codes."""
-    if x.dtype == jnp.int8:
-        return np.zeros(x.shape, x.dtype)
-    return (1 + np.arange(x.size, dtype=x.dtype) / x.size).reshape(x.shape)
-
-
 def _arrays(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters by path, without those that are frozen."""
     flat = flax.traverse_util.flatten_dict(dict(variables["params"]), sep="/")
@@ -137,7 +129,8 @@ def _weights(
     weights = {}
     for path, weight in frozen_weights(variables).items():
         codes, scales = weight.codes, weight.scales
-        if path == GATE_UP and fuses(model.config, model.dot_general):
+        in_turns = path == "layers/mlp/gate_up/kernel"
+        if in_turns and fuses(model.config, model.dot_general):
             codes, scales = _gate_then_up(codes), _gate_then_up(scales)
         # A kernel has its outputs in the last axis.
         codes_by_name, scales_by_name = (

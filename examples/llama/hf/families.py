@@ -53,7 +53,6 @@ class Family(NamedTuple):
     gguf: str  # the architecture of llama.cpp
     settings: Mapping[str, Any] = {}  # fields of LlamaConfig that all its models share
     keys: Mapping[str, str] = {}  # keys of config.json for further fields, by field
-    required: tuple[str, ...] = ()  # fields of `keys` that every model has
     # The keys under which newer versions of transformers store others.
     aliases: Mapping[str, str] = {}
     # What transformers assumes for keys that config.json lacks.
@@ -176,7 +175,6 @@ _FAMILIES = (
     Family(
         *("mixtral", "MixtralForCausalLM", "llama"),
         keys={**_EXPERT_KEYS, "num_experts": "num_local_experts"},
-        required=("num_experts",),
         defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "num_local_experts": 8}
         | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
         unsupported=("router_jitter_noise",),
@@ -191,7 +189,6 @@ _FAMILIES = (
         keys={**_EXPERT_KEYS, "num_experts": "num_experts"}
         | {"intermediate_size": "moe_intermediate_size"}
         | {"renormalize": "norm_topk_prob"},
-        required=("num_experts",),
         aliases={"num_local_experts": "num_experts"},
         defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128}
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}

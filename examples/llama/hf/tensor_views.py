@@ -17,10 +17,6 @@ from examples.llama.hf.families import Family
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 
-TABLE = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-# Paths of parameters. That of an MLP joins gate and up in turns if it runs fused.
-GATE_UP = "layers/mlp/gate_up/kernel"
 ROUTER = "layers/mlp/experts/router/kernel"
 
 
