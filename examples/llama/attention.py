@@ -18,6 +18,7 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     *,
+    start: jax.Array | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -32,8 +33,10 @@ def attend(
 
     Args:
         q: Queries, bfloat16 or float32 [B, S, heads, head_dim].
-        k: Keys, [B, S, kv_heads, head_dim]; ``kv_heads`` divides ``heads``.
+        k: Keys, [B, T, kv_heads, head_dim]; ``kv_heads`` divides ``heads``.
         v: Values, with the shape and dtype of ``k``.
+        start: The position of the first query, with keys and values in a cache, as XLA
+            ops. None without a cache: T is S.
         scale: Multiplies the scores; None means ``1 / sqrt(head_dim)``.
         window: The keys that a query sees, up to and including its own; None means all.
         softcap: Scaled scores become ``softcap * tanh(score / softcap)``.
@@ -41,6 +44,8 @@ def attend(
     Returns:
         An array [B, S, heads * head_dim] of the dtype of ``q``.
     """
+    if start is not None:
+        return _as_xla_ops(q, k, v, start, scale, window, softcap)
     chosen, problem = choose(q.dtype, q.shape[1], q.shape[-1], softcap)
     if problem is not None and q.shape[1] > 1:  # not in the trace of parameters
         warnings.warn(
@@ -51,13 +56,11 @@ def attend(
     if chosen == "splash":
         return _splash(q, k, v, scale, window, softcap)
     if softcap is not None:
-        return attend_cached(q, k, v, 0, scale=scale, window=window, softcap=softcap)
+        return _as_xla_ops(q, k, v, 0, scale, window, softcap)
     # JAX's attention relies on implicit promotion, which strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         out = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
+            *(q, k, v),
             scale=scale,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
@@ -66,21 +69,16 @@ def attend(
     return out.reshape(*q.shape[:2], -1)
 
 
-def attend_cached(
+def _as_xla_ops(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     start: jax.Array | int,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> jax.Array:
-    """`attend` for queries whose keys and values are in a cache, as XLA ops.
-
-    The queries have the positions from ``start`` on. Keys and values, [B, T, kv_heads,
-    head_dim], have those from 0 on; later ones than the queries' are not seen.
-    """
+    """`attend` for queries from ``start`` on; keys of later positions are not seen."""
     batch, seq, heads, head_dim = q.shape
     scale = scale or head_dim**-0.5
     q = q.reshape(batch, seq, k.shape[2], -1, head_dim)
@@ -94,9 +92,8 @@ def attend_cached(
     seen = (distance >= 0) & (distance < (window or k.shape[1]))
     scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
     probabilities = jax.nn.softmax(scores).astype(v.dtype)
-    out = jnp.einsum(
-        "bkgqs,bskd->bqkgd", probabilities, v, preferred_element_type=jnp.float32
-    )
+    product, dtype = "bkgqs,bskd->bqkgd", jnp.float32
+    out = jnp.einsum(product, probabilities, v, preferred_element_type=dtype)
     return out.reshape(batch, seq, heads * head_dim).astype(v.dtype)
 
 

@@ -18,20 +18,12 @@ from typing import NamedTuple, TypeVar
 
 import orbax.checkpoint as ocp
 
-from examples.llama import atomic
-from examples.llama.mesh import is_first, wait
+from examples.llama import atomic, mesh
+from examples.llama.errors import UserError
 
 T = TypeVar("T")
 
 _SUMS = "SHA256SUMS"
-
-
-class RestoreError(ValueError):
-    """There is no checkpoint to restore, or it is damaged."""
-
-
-class SaveError(RuntimeError):
-    """A checkpoint cannot be written."""
 
 
 class Found(NamedTuple):
@@ -45,48 +37,47 @@ def save(folder: Path, step: int, state: object) -> None:
     """Writes the checkpoint `folder/<step>`, a pytree, and keeps the one before it.
 
     Checkpoints from `step` on are deleted first: `find` skipped them. Once the new one
-    has its checksums, all others but the newest that has some are deleted.
-
-    Raises:
-        SaveError: A file cannot be written. Checkpoints before `step` are unchanged.
+    has its checksums, all others but the newest that has some are deleted. If a file
+    cannot be written, raises UserError; checkpoints before `step` are unchanged.
     """
     sums = folder / str(step) / _SUMS
     try:
-        if is_first():
-            _delete(folder, [later for later in _steps(folder) if later >= step])
-        wait("checkpoint cleared")
+        for later in _steps(folder):
+            if mesh.is_first() and later >= step:
+                shutil.rmtree(folder / str(later))
+        mesh.wait("checkpoint cleared")
         with _manager(folder) as manager:
             manager.save(step, args=ocp.args.StandardSave(state))
-        if is_first():  # every process has written its shards
+        if mesh.is_first():  # every process has written its shards
             atomic.write(sums, _checksums(sums.parent))
             steps = _steps(folder)
             complete = [step for step in steps if (folder / str(step) / _SUMS).exists()]
-            _delete(folder, [step for step in steps if step not in complete[-2:]])
+            for old in set(steps).difference(complete[-2:]):
+                shutil.rmtree(folder / str(old))
     except (OSError, ValueError) as error:  # TensorStore raises ValueError
         reason = str(error).partition(" [tensorstore_spec=")[0]
-        raise SaveError(
+        raise UserError(
             f"the checkpoint {sums.parent} cannot be written: {reason}. Make room, or "
             "make the folder writable, and continue with --resume"
         ) from error
-    wait("checkpoint")
+    mesh.wait("checkpoint")
 
 
 def find(folder: Path) -> Found:
     """Finds the newest checkpoint that is whole.
 
     A checkpoint without checksums is incomplete: its writing was interrupted. If none
-    is whole and at least one has changed since it was written, raises RestoreError.
+    is whole and at least one has changed since it was written, raises UserError.
     """
     skipped: list[str] = []
     changed = False
     for step in reversed(_steps(folder)):
-        problem = _problem(folder / str(step))
-        if problem is None:
+        if (problem := _problem(folder / str(step))) is None:
             return Found(step, skipped)
         skipped.append(problem)
         changed |= (folder / str(step) / _SUMS).exists()
     if changed:
-        raise RestoreError(
+        raise UserError(
             f"{folder} holds no checkpoint that is whole: {'; '.join(skipped)}. Repair "
             "the files, or start again with another --out."
         )
@@ -94,39 +85,34 @@ def find(folder: Path) -> Found:
 
 
 def restore(folder: Path, like: T) -> T:
-    """Reads the newest checkpoint, never an older one, as `read`.
+    """Reads the newest checkpoint, as `read`.
 
-    Raises RestoreError also if there is none, or if its files have changed.
+    Raises UserError also if there is none, or if its files have changed: it never reads
+    an older one.
     """
     step, skipped = find(folder)
     if skipped:
-        raise RestoreError(f"{skipped[0]}. --resume writes it again.")
+        raise UserError(f"{skipped[0]}. --resume writes it again.")
     if step is None:
-        raise RestoreError(f"{folder} holds no checkpoint")
+        raise UserError(f"{folder} holds no checkpoint")
     return read(folder, step, like)
 
 
 def read(folder: Path, step: int, like: T) -> T:
     """Reads the checkpoint `folder/<step>`, which is whole.
 
-    Args:
-        folder: The folder of a run's checkpoints.
-        step: The number of the checkpoint.
-        like: A pytree of arrays with the structure, shapes and dtypes of the
-            checkpoint, and the shardings to restore it with, on any mesh.
-
-    Raises:
-        RestoreError: The structure of the checkpoint differs from `like`.
+    ``like`` is a pytree of arrays with the structure, shapes and dtypes of the
+    checkpoint, and the shardings to restore it with, on any mesh. Another structure
+    raises UserError.
     """
     try:
         with _manager(folder) as manager:
             return manager.restore(step, args=ocp.args.StandardRestore(like))
     except ValueError as error:
-        raise RestoreError(
+        raise UserError(
             f"the checkpoint {folder / str(step)} belongs to another model or to "
             "another version of this example: its arrays have other names or shapes. "
-            "Start again with another --out, or continue with the version that wrote "
-            "it."
+            "Start again with another --out, or continue with its version."
         ) from error
 
 
@@ -134,11 +120,6 @@ def _steps(folder: Path) -> list[int]:
     """The numbers of the checkpoints that Orbax has renamed, in order."""
     names = [path.name for path in folder.glob("*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _delete(folder: Path, steps: list[int]) -> None:
-    for step in steps:
-        shutil.rmtree(folder / str(step))
 
 
 def _problem(checkpoint: Path) -> str | None:

@@ -8,7 +8,6 @@ no iterator state has to be saved.
 import contextlib
 import sysconfig
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,7 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
+from examples.llama.errors import UserError
 from examples.llama.hf.files import load_tokenizer
 from examples.llama.progress import interruptible
 
@@ -33,10 +33,6 @@ _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-class DataError(ValueError):
-    """The data cannot be read, or does not fit the model."""
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Token ids for training and for validation, of one unsigned integer dtype.
@@ -49,10 +45,10 @@ class Corpus:
     vocab_size: int
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raises DataError if a token id is not below `vocab_size`."""
+        """Raises UserError if a token id is not below `vocab_size`."""
         largest = max(int(part.max(initial=0)) for part in (self.train, self.val))
         if largest >= vocab_size:
-            raise DataError(
+            raise UserError(
                 f"the data has token id {largest}; the model's vocabulary has "
                 f"{vocab_size} ids, so it accepts 0 to {vocab_size - 1}"
             )
@@ -84,30 +80,31 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
             document as Llama's tokenizer does. None uses the bytes as token ids, with
             a NUL between documents.
 
-    Raises:
-        DataError: `path` does not exist or cannot be read.
+    Raises UserError if `path` does not exist or cannot be read.
     """
-    if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        source = (
-            file
-            for file in root.rglob("*.py")
-            if _NOT_SOURCE.isdisjoint(file.relative_to(root).parts)
-        )
-        return _from_folder(root, source, tokenizer)
-    if not path.exists():
-        raise DataError(f"data: {path} does not exist")
-    if not path.is_dir():
-        if path.suffix == ".bin":
-            return _from_ids(path, *_split_tail(_memory_map(path)))
-        return _from_texts([path.read_bytes()], path, tokenizer)
-    missing = [name for name in _TOKEN_IDS if not (path / name).exists()]
+    root = Path(sysconfig.get_path("stdlib")) if path is None else path
+    if not root.exists():
+        raise UserError(f"data: {root} does not exist")
+    if not root.is_dir():
+        if root.suffix == ".bin":
+            return _from_ids(root, *_split_tail(_memory_map(root)))
+        return _from_texts([root.read_bytes()], root, tokenizer)
+    missing = [name for name in _TOKEN_IDS if not (root / name).exists()]
     if len(missing) == 1:
-        raise DataError(f"data: {path} has token ids, but no {missing[0]}")
+        raise UserError(f"data: {root} has token ids, but no {missing[0]}")
     if not missing:
-        return _from_ids(path, *(_memory_map(path / name) for name in _TOKEN_IDS))
-    files = (file for file in path.rglob("*") if file.is_file())
-    return _from_folder(path, files, tokenizer)
+        return _from_ids(root, *(_memory_map(root / name) for name in _TOKEN_IDS))
+    texts, skipped = [], _NOT_SOURCE if path is None else set()
+    # Files that are UTF-8 and not hidden, sorted by their path.
+    for file in sorted(root.rglob("*" if path else "*.py")):
+        parts = file.relative_to(root).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        if file.is_file() and not is_hidden and skipped.isdisjoint(parts):
+            data = file.read_bytes()
+            with contextlib.suppress(UnicodeDecodeError):
+                data.decode()
+                texts.append(data)
+    return _from_texts(texts, root, tokenizer)
 
 
 def is_token_ids(path: Path | None) -> bool:
@@ -128,13 +125,13 @@ def batches(
     """Returns endless batches with random access, shuffled anew in each epoch.
 
     Item i is batch i: int32 [batch, seq + 1]. The inputs are columns [:-1] and their
-    targets are columns [1:]. Raises DataError if the part is shorter than one window.
+    targets are columns [1:]. Raises UserError if the part is shorter than one window.
     """
     tokens = getattr(corpus, part)
     if len(tokens) <= seq:
-        raise DataError(
+        raise UserError(
             f"data: the {part} part has {len(tokens)} tokens, fewer than one window of "
-            f"{seq + 1}; provide more data or a smaller --seq"
+            f"{seq + 1}; take more data or a smaller --seq"
         )
     # Adjacent windows share one token.
     windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
@@ -142,23 +139,9 @@ def batches(
     return shuffled.batch(batch).map(lambda tokens: tokens.astype(np.int32))
 
 
-def _from_folder(
-    root: Path, files: Iterable[Path], tokenizer: Tokenizer | None
-) -> Corpus:
-    """Reads the files that are UTF-8 and not hidden, sorted by their path in root."""
-    texts = []
-    for path in sorted(file.relative_to(root) for file in files):
-        if not any(part.startswith(".") for part in path.parts):
-            data = (root / path).read_bytes()
-            with contextlib.suppress(UnicodeDecodeError):
-                data.decode()
-                texts.append(data)
-    return _from_texts(texts, root, tokenizer)
-
-
 def _from_texts(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> Corpus:
     if not any(texts):
-        raise DataError(f"data: {path} holds no text (non-empty UTF-8 files)")
+        raise UserError(f"data: {path} holds no text (non-empty UTF-8 files)")
     vocab_size = tokenizer.get_vocab_size() if tokenizer else 256
     if len(texts) < HELD_OUT:
         return Corpus(*_split_tail(_encode(texts, path, tokenizer)), vocab_size)
@@ -178,18 +161,18 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
             chunk = tokenizer.encode_batch(decoded[start : start + _CHUNK])
             ids += [np.array(encoding.ids, np.uint32) for encoding in chunk]
     except UnicodeDecodeError as error:
-        raise DataError(
+        raise UserError(
             f"data: {path} is not UTF-8 ({error}), as the tokenizer requires"
         ) from error
     except Exception as error:  # the library raises no narrower one
-        raise DataError(f"data: the tokenizer cannot encode {path}: {error}") from error
+        raise UserError(f"data: the tokenizer cannot encode {path}: {error}") from error
     return np.concatenate(ids)
 
 
 def _memory_map(path: Path) -> np.ndarray:
     size = path.stat().st_size
     if size == 0 or size % 2:
-        raise DataError(
+        raise UserError(
             f"data: {path} has {size} bytes; a .bin file holds uint16 token ids"
         )
     return np.memmap(path, np.uint16, mode="r")

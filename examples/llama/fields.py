@@ -53,6 +53,12 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
         parser.add_argument(f"--{flag}", default=argparse.SUPPRESS, help=text, **takes)
 
 
+def given(asked: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The options of `add_options` that the command line gives."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: value for name, value in vars(asked).items() if name in names}
+
+
 def check(instance: Any) -> None:
     """Checks all fields of a dataclass that do not have their default value.
 

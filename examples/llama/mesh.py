@@ -17,13 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import SingleDeviceSharding as OneDevice
+
+from examples.llama.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -62,14 +59,10 @@ PARSER.add_argument(
 )
 
 
-class MeshError(ValueError):
-    """The mesh or the processes that were asked for are not available."""
-
-
 def join(argv: Sequence[str]) -> None:
     """Connects to the other processes if `argv` contains --hosts.
 
-    Call it before JAX initializes its devices. Raises MeshError if the value of --hosts
+    Call it before JAX initializes its devices. Raises UserError if the value of --hosts
     is malformed, or if JAX detects no cluster.
     """
     hosts = PARSER.parse_known_args(argv)[0].hosts
@@ -82,7 +75,7 @@ def join(argv: Sequence[str]) -> None:
         else:
             jax.distributed.initialize()
     except ValueError as error:
-        raise MeshError(
+        raise UserError(
             "hosts takes host:port, the number of processes and the index of this one, "
             "such as 10.0.0.1:1234,2,0, or no value on a cluster that JAX detects; got "
             f"{hosts!r} ({error})"
@@ -92,28 +85,24 @@ def join(argv: Sequence[str]) -> None:
 def make(text: str) -> Mesh | None:
     """Builds the mesh that --mesh describes, such as ``"data=2,fsdp=4"``.
 
-    No text stands for one device, None. Raises MeshError, also if the number of devices
+    No text stands for one device, None. Raises UserError, also if the number of devices
     does not fit.
     """
     processes, devices = jax.process_count(), jax.devices()
     if not text:
         if processes > 1:
-            raise MeshError(
-                "several processes need a --mesh that covers all of their devices"
-            )
+            raise UserError("several processes need a --mesh of all their devices")
         return None
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
-            raise MeshError(
-                f"mesh takes sizes for {', '.join(AXES)}, such as data=2,fsdp=4; got "
-                f"{text!r}"
-            )
+            example = f"{', '.join(AXES)}, such as data=2,fsdp=4"
+            raise UserError(f"mesh takes sizes for {example}; got {text!r}")
         sizes[name] = int(size)
     needed = math.prod(sizes.values())
     if needed > len(devices) or (processes > 1 and needed < len(devices)):
-        raise MeshError(f"mesh {text} needs {needed} devices, got {len(devices)}")
+        raise UserError(f"mesh {text} needs {needed} devices, got {len(devices)}")
     return jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
@@ -133,11 +122,12 @@ def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
     The axes are keys of `RULES` or None. One whose size is not a multiple of its
     devices is replicated.
     """
-    partitions: list[tuple[str, ...] | None] = []
-    for size, name in zip(shape, names, strict=True):
-        axes = _mesh_axes(name)
-        partitions.append(axes if axes and size % shards(name) == 0 else None)
-    return PartitionSpec(*partitions)
+    return PartitionSpec(
+        *(
+            (_mesh_axes(name) or None) if size % shards(name) == 0 else None
+            for size, name in zip(shape, names, strict=True)
+        )
+    )
 
 
 def shards(name: str | None) -> int:
@@ -168,8 +158,7 @@ def shardings(state: Any) -> Any:
     """Returns the sharding of each array of a training state on the devices in use."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        one_device = SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(lambda _: one_device, state)
+        return jax.tree.map(lambda _: OneDevice(jax.devices()[0]), state)
     return jax.tree.map(functools.partial(NamedSharding, mesh), specs(state))
 
 
@@ -196,9 +185,9 @@ def size() -> int:
 
 
 def check_batch(sequences: int) -> None:
-    """Raises MeshError if the mesh in use does not divide a batch."""
+    """Raises UserError if the mesh in use does not divide a batch."""
     if sequences % (count := shards("batch")):
-        raise MeshError(
+        raise UserError(
             f"the mesh splits a batch into {count} shards, which does not divide the "
             f"{sequences} sequences of a microbatch (batch / accumulate)"
         )

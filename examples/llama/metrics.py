@@ -17,6 +17,7 @@ import numpy as np
 
 import fbq_jax
 from examples.llama import atomic
+from examples.llama.errors import UserError
 
 # Entries of a record that are numbers, or null.
 _NUMBERS = (
@@ -24,14 +25,7 @@ _NUMBERS = (
     *("load_balance", "router_z"),
 )
 # What reading a line raises that holds something else.
-_ODD = (
-    *(ValueError, TypeError, LookupError, AttributeError),
-    *(OverflowError, RecursionError),
-)
-
-
-class MetricsError(RuntimeError):
-    """The metrics file of a run cannot be written."""
+_ODD = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
 class MetricsLog:
@@ -46,14 +40,13 @@ class MetricsLog:
         """Opens `path` to continue after a step.
 
         The lines of later steps, which will run again, and damaged lines move to the
-        end of `metrics.repeated.jsonl` beside it. Failing to write raises MetricsError.
+        end of `metrics.repeated.jsonl` beside it. Failing to write raises UserError.
         """
         self._path = path
         with self._named_errors():
-            lines = path.read_bytes().splitlines() if path.exists() else []
             kept: dict[int, bytes] = {}
             moved = []
-            for line in lines:
+            for line in path.read_bytes().splitlines() if path.exists() else []:
                 step = (_parse(line) or {"step": 0})["step"]
                 if 1 <= step <= after_step and step not in kept:
                     kept[step] = line
@@ -69,7 +62,7 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """Appends a record: numbers and arrays in nested dictionaries."""
         with self._named_errors():
-            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            self._file.write(json.dumps(_plain(record)) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
@@ -81,7 +74,7 @@ class MetricsLog:
         try:
             yield
         except OSError as error:
-            raise MetricsError(
+            raise UserError(
                 f"{self._path} cannot be written: {error.strerror}. Make room, or make "
                 "the folder writable, and continue with --resume"
             ) from error
@@ -98,35 +91,31 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record on a line; None if it holds something else."""
+
+    def axes(value: Any) -> int:
+        array = np.array(value, np.float64)
+        return array.ndim if array.size and not isinstance(value, str) else -1
+
     try:
         record = json.loads(line)
         layers = record.get("fallback", {}).values()
-        shapes = [_axes(record.get(name)) == 0 for name in _NUMBERS]
-        shapes += [_axes(layer["rate"]) in (0, 1) for layer in layers]
         tables = [layer.get("expert_rates", [[0]]) for layer in layers]
         tables.append(record.get("expert_load", [[0]]))
-        shapes += [_axes(table) == 2 for table in tables]
-    except _ODD:
+        is_record = (
+            type(record.get("step")) is int
+            and all(axes(record.get(name)) == 0 for name in _NUMBERS)
+            and all(axes(layer["rate"]) in (0, 1) for layer in layers)
+            and all(axes(table) == 2 for table in tables)
+        )
+    except (*_ODD, RecursionError):
         return None
-    return record if all(shapes) and type(record.get("step")) is int else None
+    return record if is_record else None
 
 
-def _axes(value: Any) -> int | None:
-    """The number of axes of nested lists of numbers, or nulls; None if one is empty."""
-    if isinstance(value, str):
-        return None
-    array = np.array(value, np.float64)
-    return array.ndim if array.size else None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _plain(tree: Any) -> Any:
+    """What JSON can express of numbers and arrays in nested dictionaries."""
+    text = json.dumps(tree, default=lambda array: array.tolist())
+    return json.loads(text, parse_constant=lambda _: None)  # NaN and infinities
 
 
 @dataclass(frozen=True)
@@ -168,13 +157,10 @@ def report(out: Path) -> str:
         f"{run.val_loss:.4f} validation",
         f"  speed        {run.tokens_per_s:,.0f} tokens/s{mfu}",
     ]
-    files = {
-        "picture": out / "curves.png",
-        "metrics": out / "metrics.jsonl",
-        "checkpoints": out / "checkpoints",
-        "model": out / "hf",
-    }
-    lines += [f"  {name:13}{path}" for name, path in files.items() if path.exists()]
+    files = {"picture": "curves.png", "metrics": "metrics.jsonl"}
+    for name, file in (files | {"checkpoints": "checkpoints", "model": "hf"}).items():
+        if (path := out / file).exists():
+            lines.append(f"  {name:13}{path}")
     return "\n".join(lines)
 
 
@@ -197,8 +183,7 @@ def write_comparison(runs: list[Path], path: Path) -> None:
         "options": options,
         "runs": {out.name: asdict(summarize(out)) for out in runs},
     }
-    text = json.dumps(_plain(comparison), indent=2, allow_nan=False)
-    atomic.write(path, text + "\n")
+    atomic.write(path, json.dumps(_plain(comparison), indent=2) + "\n")
 
 
 def compare(runs: list[Path]) -> str:

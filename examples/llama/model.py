@@ -24,7 +24,7 @@ A device that holds some of these groups computes a model with fewer heads.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -96,8 +96,7 @@ class Attention(nn.Module):
         config = self.config
         queries = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, queries + 2, config.head_dim
-        width, bias = math.prod(heads), config.qkv_bias
-        project = norm_dense(config, self.dot_general, width, use_bias=bias, name="qkv")
+        project = norm_dense(config, self.dot_general, math.prod(heads), name="qkv")
         qkv = project(x).reshape(*x.shape[:2], *heads)
         q = qkv[..., :queries, :].reshape(*x.shape[:2], -1, config.head_dim)
         k, v = qkv[..., queries, :], qkv[..., queries + 1, :]
@@ -112,11 +111,11 @@ class Attention(nn.Module):
             k = lax.dynamic_update_slice_in_dim(cached[0], k, start, axis=1)
             v = lax.dynamic_update_slice_in_dim(cached[1], v, start, axis=1)
             cached = k, v
-        attend: Any = attention.attend
-        if start is not None:
-            attend = functools.partial(attention.attend_cached, start=start)
         attend = functools.partial(
-            attend, scale=config.score_scale(), softcap=config.attn_softcap
+            attention.attend,
+            start=start,
+            scale=config.score_scale(),
+            softcap=config.attn_softcap,
         )
         windows = [kind.window for kind in config.distinct_kinds()]
         windows = [None if w is None or w >= k.shape[1] else w for w in windows]

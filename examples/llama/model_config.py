@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import fields
+from examples.llama.errors import UserError
 from examples.llama.fields import FromOne, FromZero, Positive, Range, Size
 from examples.llama.rotary import Rope, RopeScaling, YarnScaling, rotary_tables
 from fbq_jax import Routing, nonlinear
@@ -33,7 +34,7 @@ class LlamaConfig:
     """The sizes and numerics of a Llama.
 
     Raises:
-        ValueError: A field has another type or is out of range. The message names the
+        UserError: A field has another type or is out of range. The message names the
             field and what it accepts.
     """
 
@@ -96,13 +97,35 @@ class LlamaConfig:
         if self.head_dim is None:
             fields.check_divides(self, "num_heads", "hidden_size")
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        self._check_attention()
-        if self.num_experts is not None:
-            self._check_experts(self.num_experts)
-        if self.dtype not in (jnp.bfloat16, jnp.float32):
-            raise ValueError(
-                f"dtype takes jnp.bfloat16 or jnp.float32, got {self.dtype!r}"
+        layers = range(self.num_layers)
+        for name in ("nope_layers", "sliding_layers"):
+            if any(layer not in layers for layer in getattr(self, name) or ()):
+                listed = reprlib.repr(getattr(self, name))
+                n = len(layers)
+                raise UserError(f"{name} takes indices of the {n} layers, got {listed}")
+        theta, dim, experts = self.rope_theta, self.head_dim, self.num_experts
+        if dim % 2:
+            raise UserError(f"head_dim takes an even number, got {dim}")
+        if self.sliding_layers and self.sliding_window is None:
+            raise UserError("sliding_window takes an integer with sliding_layers")
+        if isinstance(self.rope_scaling, YarnScaling) and (theta == 1 or dim == 2):
+            raise UserError(
+                "YaRN takes a rope_theta above 1 and a head_dim above 2, got "
+                f"{theta:g} and {dim}"
             )
+        if experts and self.top_k > experts:
+            raise UserError(
+                f"top_k takes at most num_experts ({experts}), got {self.top_k}"
+            )
+        if experts and self.renormalize and self.top_k == 1:
+            why = "or the router has no gradient"
+            raise UserError(f"renormalize takes False with a top_k of 1, {why}")
+        if experts and self.activation != "silu":
+            got = f"got {self.activation!r}"
+            raise UserError(f"activation takes silu with num_experts, {got}")
+        if self.dtype not in (jnp.bfloat16, jnp.float32):
+            got = f"got {self.dtype!r}"
+            raise UserError(f"dtype takes jnp.bfloat16 or jnp.float32, {got}")
 
     def score_scale(self) -> float:
         """Returns what attention multiplies its scores by."""
@@ -142,40 +165,3 @@ class LlamaConfig:
         """Returns `rotary.rotary_tables` of the kinds of layers."""
         ropes = [kind.rope for kind in self.distinct_kinds()]
         return rotary_tables(ropes, self.head_dim, seq_len, start)
-
-    def _check_attention(self) -> None:
-        if self.head_dim % 2:
-            raise ValueError(
-                "head_dim takes an even number (RoPE rotates pairs), "
-                f"got {self.head_dim}"
-            )
-        for name in ("nope_layers", "sliding_layers"):
-            layers = getattr(self, name) or ()
-            if any(not 0 <= layer < self.num_layers for layer in layers):
-                raise ValueError(
-                    f"{name} takes indices of the {self.num_layers} layers, "
-                    f"got {reprlib.repr(layers)}"
-                )
-        if self.sliding_window is None and self.sliding_layers:
-            raise ValueError("sliding_window takes an integer with sliding_layers")
-        yarn = isinstance(self.rope_scaling, YarnScaling)
-        if yarn and (self.rope_theta == 1 or self.head_dim == 2):
-            raise ValueError(
-                "YaRN takes a rope_theta above 1 and a head_dim above 2, got "
-                f"{self.rope_theta:g} and {self.head_dim}"
-            )
-
-    def _check_experts(self, num_experts: int) -> None:
-        if self.top_k > num_experts:
-            raise ValueError(
-                f"top_k takes at most num_experts ({num_experts}), got {self.top_k}"
-            )
-        if self.renormalize and self.top_k == 1:
-            raise ValueError(
-                "renormalize takes False with a top_k of 1: the weight of the only "
-                "expert would always be 1, and the router would have no gradient"
-            )
-        if self.activation != "silu":
-            raise ValueError(
-                f"activation takes silu with num_experts, got {self.activation!r}"
-            )

@@ -13,10 +13,8 @@ T = TypeVar("T")
 
 def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
     """The progress bar of a run; until the first `show` it says that JAX compiles."""
-    compiling = "compiling" if done < steps else None
-    return tqdm(
-        initial=done, total=steps, unit="step", postfix=compiling, disable=not shown
-    )
+    text = "compiling" if done < steps else None
+    return tqdm(initial=done, total=steps, unit="step", postfix=text, disable=not shown)
 
 
 def show(bar: tqdm, record: dict[str, Any]) -> None:

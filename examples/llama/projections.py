@@ -24,7 +24,8 @@ INITIALIZER = nn.initializers.normal(stddev=0.02)
 
 def fuses(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     """Whether norms and projections run as fused layers of ``fbq_jax``."""
-    return _could_fuse(config, dot_general) and not _not_fused(config)
+    is_supported = _could_fuse(config, dot_general)
+    return is_supported and why_not_fused(config, dot_general) is None
 
 
 def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | None:
@@ -32,7 +33,9 @@ def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | 
 
     None if they run fused, or would not in any model: for the recipe or ``saved_bits``.
     """
-    if not _could_fuse(config, dot_general) or not (parts := _not_fused(config)):
+    parts = [f"the gate {config.activation}"] * (config.activation != "silu")
+    parts += ["norms that multiply by 1 + scale"] * config.unit_offset_norms
+    if not parts or not _could_fuse(config, dot_general):
         return None
     return (
         "norms, gates and projections run as separate layers: fbq_jax fuses SwiGLU and "
@@ -41,47 +44,20 @@ def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | 
 
 
 def _could_fuse(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
+    is_int8 = isinstance(dot_general, fbq_jax.FallbackDot)
     return (
-        config.saved_bits is not None
-        and isinstance(dot_general, fbq_jax.FallbackDot)
-        and fbq_jax.fuses(dot_general.recipe)
+        config.saved_bits is not None and is_int8 and fbq_jax.fuses(dot_general.recipe)
     )
 
 
-def _not_fused(config: LlamaConfig) -> list[str]:
-    """The parts of the model that the fused layers do not have."""
-    parts = {
-        f"the gate {config.activation}": config.activation != "silu",
-        "norms that multiply by 1 + scale": config.unit_offset_norms,
-    }
-    return [part for part, has in parts.items() if has]
-
-
-def _fused_options(
-    config: LlamaConfig, dot_general: DotGeneral | None
-) -> dict[str, Any]:
-    return {
-        "epsilon": config.norm_eps,
-        "bits": config.saved_bits,
-        "dtype": config.dtype,
-        "kernel_init": INITIALIZER,
-        "dot_general": dot_general,
-    }
-
-
 def norm_dense(
-    config: LlamaConfig,
-    dot_general: DotGeneral | None,
-    features: int,
-    *,
-    use_bias: bool,
-    name: str,
+    config: LlamaConfig, dot_general: DotGeneral | None, features: int, *, name: str
 ) -> nn.Module:
     """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module."""
     if not fuses(config, dot_general):
-        return _NormDense(config, dot_general, features, use_bias, name=name)
+        return _NormDense(config, dot_general, features, name=name)
     options = _fused_options(config, dot_general)
-    return fbq_jax.NormDense(features, use_bias=use_bias, **options, name=name)
+    return fbq_jax.NormDense(features, use_bias=config.qkv_bias, **options, name=name)
 
 
 def gated_mlp(
@@ -97,6 +73,18 @@ def gated_mlp(
         return _GatedMLP(config, dot_general, name=name)
     options = _fused_options(config, dot_general)
     return fbq_jax.GatedMLP(config.intermediate_size, **options, name=name)
+
+
+def _fused_options(
+    config: LlamaConfig, dot_general: DotGeneral | None
+) -> dict[str, Any]:
+    return {
+        "epsilon": config.norm_eps,
+        "bits": config.saved_bits,
+        "dtype": config.dtype,
+        "kernel_init": INITIALIZER,
+        "dot_general": dot_general,
+    }
 
 
 def dense(
@@ -147,13 +135,13 @@ class _Part(nn.Module):
 
 class _NormDense(_Part):
     features: int
-    use_bias: bool
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        project = dense(self.config, self.dot_general)
-        x = norm(self.config, "norm")(x)
-        return project(self.features, use_bias=self.use_bias, name="dense")(x)
+        config = self.config
+        project = dense(config, self.dot_general)
+        x = norm(config, "norm")(x)
+        return project(self.features, use_bias=config.qkv_bias, name="dense")(x)
 
 
 class _GateUp(_Part):
@@ -188,8 +176,7 @@ class _Mixture(_Part):
         assert routing is not None
         x = norm(config, "norm")(x)
         experts = fbq_jax.MoEMLP(
-            routing,
-            config.intermediate_size,
+            *(routing, config.intermediate_size),
             bits=config.saved_bits,
             router_init=INITIALIZER,
             kernel_init=INITIALIZER,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.llama import fields
+from examples.llama.errors import UserError
 from examples.llama.fields import FromOne, Positive, Size
 
 
@@ -46,7 +47,7 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         fields.check(self)
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
+            raise UserError(
                 "high_freq_factor takes a number above low_freq_factor "
                 f"({self.low_freq_factor}), got {self.high_freq_factor}"
             )
@@ -83,7 +84,7 @@ class YarnScaling:
             factor = 0.1 * math.log(self.factor) + 1
             object.__setattr__(self, "attention_factor", factor)
         if self.beta_fast < self.beta_slow:
-            raise ValueError(
+            raise UserError(
                 f"beta_fast takes a number of at least beta_slow ({self.beta_slow}), "
                 f"got {self.beta_fast}"
             )

@@ -10,8 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from examples.llama.config import Config, ConfigError
+from examples.llama.config import Config
 from examples.llama.data import SEPARATOR, is_token_ids, tokenizer_folder
+from examples.llama.errors import UserError
 from examples.llama.hf.config_json import to_json
 from examples.llama.hf.files import (
     TOKENIZER,
@@ -20,11 +21,6 @@ from examples.llama.hf.files import (
     read_json,
 )
 from examples.llama.model_config import LlamaConfig
-from examples.llama.run_folder import RunError
-
-
-class ChatError(ValueError):
-    """A prompt cannot be put into the form of a chat."""
 
 
 def to_bytes(text: str) -> bytes:
@@ -45,9 +41,9 @@ class Bytes:
         return list(to_bytes(text))
 
     def encode_chat(self, text: str) -> list[int]:
-        """Raises ChatError."""
+        """Raises UserError."""
         del text
-        raise ChatError("--chat takes a model with a chat template, not one of bytes")
+        raise UserError("--chat takes a model with a chat template, not one of bytes")
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text; bytes that are no UTF-8 become U+FFFD."""
@@ -57,13 +53,15 @@ class Bytes:
 class TokenizerOf:
     """Turns text into tokens and back with the tokenizer of a checkpoint's folder.
 
-    `stops` are the tokens that end a text. Without a tokenizer, raises RunError.
+    `stops` are the tokens that end a text. Without a tokenizer, raises UserError.
     """
 
     def __init__(self, folder: Path):
         tokenizer = load_tokenizer(folder)
         if tokenizer is None:
-            raise RunError(f"{folder} has no {TOKENIZER}, which turns text into tokens")
+            raise UserError(
+                f"{folder} has no {TOKENIZER}, which turns text into tokens"
+            )
         self._folder, self._tokenizer = folder, tokenizer
         # The texts of special tokens by their role, such as "bos_token".
         self._special: dict[str, str] = {}
@@ -86,7 +84,7 @@ class TokenizerOf:
     def encode_chat(self, text: str) -> list[int]:
         """Returns the tokens of a user's message, up to where the answer begins.
 
-        Raises ChatError if there is no chat template that can be filled in.
+        Raises UserError if there is no chat template that can be filled in.
         """
         _check_characters(text)
         messages = [{"role": "user", "content": text}]
@@ -103,16 +101,14 @@ class TokenizerOf:
 
     def _find_stops(self) -> frozenset[int]:
         for name in ("generation_config.json", "config.json"):
-            ids = self._read(name).get("eos_token_id")
-            ids = [ids] if isinstance(ids, int) else ids
-            if ids is None:
-                continue
-            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            if (ids := self._read(name).get("eos_token_id")) is not None:
+                listed = ids if isinstance(ids, list) else [ids]
+                if all(type(i) is int for i in listed):
+                    return frozenset(listed)
                 raise CheckpointError(
                     f"{self._folder / name}: eos_token_id takes a token or a list of "
                     f"them, got {json.dumps(ids)}"
                 )
-            return frozenset(ids)
         end = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         return frozenset() if end is None else frozenset({end})
 
@@ -126,7 +122,7 @@ class TokenizerOf:
             named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default")
         if not isinstance(template, str):
-            raise ChatError(
+            raise UserError(
                 f"{self._folder} has no chat template: leave --chat out, or add "
                 "chat_template.jinja"
             )
@@ -138,18 +134,23 @@ Codec = Bytes | TokenizerOf
 
 def codec_of_run(config: Config) -> Codec:
     """Returns what turns text into the tokens of a run's data."""
+    folder = _tokenizer_of(config)
+    return Bytes() if folder is None else TokenizerOf(folder)
+
+
+def _tokenizer_of(config: Config) -> Path | None:
+    """The folder with the tokenizer of a run's data; None if its tokens are bytes."""
     if config.from_hf is not None:
-        return TokenizerOf(Path(config.from_hf))
-    if config.data is None or not is_token_ids(data := Path(config.data)):
-        return Bytes()
-    return TokenizerOf(tokenizer_folder(data))
+        return Path(config.from_hf)
+    data = None if config.data is None else Path(config.data)
+    return tokenizer_folder(data) if data and is_token_ids(data) else None
 
 
 def _check_characters(text: str) -> None:
     try:
         to_bytes(text).decode()
     except UnicodeError as error:
-        raise ConfigError(
+        raise UserError(
             f"the prompt is not UTF-8 ({error}), as the tokenizer requires"
         ) from error
 
@@ -161,7 +162,7 @@ def _render(template: str, **values: Any) -> str:
         import jinja2.ext
         import jinja2.sandbox
     except ModuleNotFoundError as error:
-        raise ChatError(
+        raise UserError(
             "--chat takes the package jinja2: pip install 'fbq-jax[examples]'"
         ) from error
 
@@ -176,7 +177,7 @@ def _render(template: str, **values: Any) -> str:
         filled = environment.from_string(template)
         return filled.render(add_generation_prompt=True, **values)
     except Exception as error:  # templates are programs
-        raise ChatError(f"the chat template cannot be filled in: {error}") from error
+        raise UserError(f"the chat template cannot be filled in: {error}") from error
 
 
 @contextmanager
@@ -186,27 +187,23 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     It is the checkpoint that the run tunes; or a temporary folder with the tokenizer of
     its data, which for text is that of bytes; or None if the data has none.
     """
-    if config.from_hf is not None:
-        yield Path(config.from_hf)
+    folder = _tokenizer_of(config)
+    tokenizer = byte_tokenizer() if folder is None else load_tokenizer(folder)
+    if config.from_hf is not None or tokenizer is None:
+        yield folder if config.from_hf is not None else None
         return
-    tokenizer: Tokenizer | None = byte_tokenizer()
-    ids: dict[str, Any] = {"eos_token_id": SEPARATOR[0]}
-    if config.data is not None and is_token_ids(data := Path(config.data)):
-        tokenizer, ids = load_tokenizer(tokenizer_folder(data)), {}
-    if tokenizer is None:
-        yield None
-        return
+    ids = {"eos_token_id": SEPARATOR[0]} if folder is None else {}
     contents = {
         "config.json": to_json(model) | ids,
         "generation_config.json": ids,
         # What loads tokenizer.json in transformers.
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         for name, content in contents.items():
-            (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n")
-        tokenizer.save(str(Path(folder) / TOKENIZER))
-        yield Path(folder)
+            (Path(temporary) / name).write_text(json.dumps(content, indent=2) + "\n")
+        tokenizer.save(str(Path(temporary) / TOKENIZER))
+        yield Path(temporary)
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -15,11 +15,12 @@ import optax
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot, run_folder
 from examples.llama.build import build
 from examples.llama.config import Config
-from examples.llama.data import Corpus, batches
+from examples.llama.data import batches
+from examples.llama.errors import UserError
 from examples.llama.model import Llama
 from examples.llama.progress import progress_bar, show, stop_requests
 from examples.llama.projections import why_not_fused
-from examples.llama.run_folder import RunError, checkpoints
+from examples.llama.run_folder import checkpoints
 from examples.llama.step import (
     TrainState,
     init_state,
@@ -28,10 +29,10 @@ from examples.llama.step import (
     make_train_step,
 )
 from examples.llama.text import tokenizer_source
-from fbq_jax import FallbackDot, Recipe, assert_live, freeze
+from fbq_jax import FallbackDot, assert_live, freeze
 
 
-class DivergedError(RunError):
+class DivergedError(UserError):
     """A loss or a gradient is no longer finite."""
 
 
@@ -49,8 +50,8 @@ def train(
         export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
             also written to the folder of this name in `out`. None writes none.
 
-    Raises one of `train.ERRORS`; nothing is written if the options, the data or an
-    export of the model are not possible.
+    Raises UserError, ExportError or OSError; nothing is written if the options, the
+    data or an export of the model are not possible.
     """
     run_folder.check_folder(out, config, resume)
     mesh.wait("checked")
@@ -77,10 +78,10 @@ def train(
         mesh.wait("entered")
         if resume:
             state = _latest_state(out, state)
-        if resume and first:
-            run_folder.write_options(out, config, corpus)
         if first:
-            _describe(config, model, optax.tree.size(state.params), corpus)
+            if resume:
+                run_folder.write_options(out, config, corpus)
+            _describe(config, model, optax.tree.size(state.params), len(corpus.train))
         state, stopped = loop.run(state)
         if config.from_hf is not None and config.save_every:
             params, tuned = mesh.collect(state.params), out / "hf"
@@ -92,11 +93,12 @@ def train(
         raise KeyboardInterrupt
 
 
-def _describe(config: Config, model: Llama, parameters: int, corpus: Corpus) -> None:
+def _describe(config: Config, model: Llama, parameters: int, tokens: int) -> None:
     devices, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
+    where = f"{devices} {backend}{'s' * (devices > 1)}"
     print(
-        f"{config.recipe}: {parameters:,} parameters on {devices} "
-        f"{backend}{'s' * (devices > 1)}, {len(corpus.train):,} training tokens"
+        f"{config.recipe}: {parameters:,} parameters on {where}, {tokens:,} training "
+        "tokens"
     )
     if devices < found:
         print(
@@ -120,8 +122,7 @@ def _latest_state(out: Path, start: TrainState) -> TrainState:
         for problem in found.skipped:
             print(f"skipped: {problem}")
         if found.skipped:
-            again = "the run writes the skipped checkpoints again"
-            print(f"continues from step {step}; {again}")
+            print(f"continues from step {step}, and writes the skipped ones again")
         elif not step:
             _check_nothing_is_missing(out)
             print("starts from step 0: the run has no checkpoint")
@@ -130,13 +131,13 @@ def _latest_state(out: Path, start: TrainState) -> TrainState:
 
 
 def _check_nothing_is_missing(out: Path) -> None:
-    """Raises RestoreError if a run without checkpoints must have written one."""
+    """Raises UserError if a run without checkpoints must have written one."""
     log, folder = out / "metrics.jsonl", checkpoints(out)
     config = run_folder.read_config(out)  # of the steps so far
     taken = max((record["step"] for record in metrics.read(log)), default=0)
     saved = taken > min(config.save_every, config.steps) or not folder.exists()
     if config.save_every and taken and saved:
-        raise checkpoint.RestoreError(
+        raise UserError(
             f"{folder} {'is empty' if folder.exists() else 'does not exist'}, but the "
             f"run has taken {taken} steps ({log}): mount the file system that holds "
             "its checkpoints. If they are lost, start again with another --out."
@@ -161,6 +162,8 @@ class _Loop:
         before raises KeyboardInterrupt.
         """
         config, first = self.config, int(state.step) + 1
+        dot_general = self.model.dot_general
+        recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
         stats_before, stopped = state.stats(), False
         with (
             _open_log(self.out / "metrics.jsonl", first - 1) as log,
@@ -170,7 +173,11 @@ class _Loop:
             pending: list[dict[str, Any]] = []
             started = time.perf_counter()
             for step in range(first, config.steps + 1):
-                state, measured = self.train_step(state, self._batch(step))
+                tokens = self.data[step - 1].reshape(
+                    config.accumulate, -1, config.seq + 1
+                )
+                tokens = mesh.distribute(tokens, None, "batch", None)
+                state, measured = self.train_step(state, tokens)
                 pending.append({"step": step, **measured})
                 last = step == config.steps
                 evaluates = last or step % config.eval_every == 0
@@ -180,49 +187,36 @@ class _Loop:
                 reads |= stop.is_set() and jax.process_count() == 1
                 if not (reads or evaluates or saves):
                     continue  # without waiting for the device
-                records = self._read(pending, started)
+                records, pending = jax.device_get(pending), []
+                speed = self._speed((time.perf_counter() - started) / len(records))
                 if evaluates:
                     records[-1]["val_loss"] = self.evaluate(state)
                 for record in records:
+                    record |= speed
                     if log is not None:
                         log.write(record)
                     show(bar, record)
                     check_finite(record, self.out)
-                if step == first and self._recipe() is not None:
+                if step == first and recipe is not None:
                     assert_live(stats_before, state.stats())
                 stopped = mesh.any_of(stop.is_set())
                 if saves or (stopped and config.save_every):
                     checkpoint.save(checkpoints(self.out), step, state)
                     if mesh.is_first():
-                        plot.draw_curves(self.out, self._recipe())
+                        plot.draw_curves(self.out, recipe)
                 if stopped and not last:
                     raise KeyboardInterrupt
                 started = time.perf_counter()
         return state, stopped
 
-    def _recipe(self) -> Recipe | None:
-        dot_general = self.model.dot_general
-        return dot_general.recipe if isinstance(dot_general, FallbackDot) else None
-
-    def _batch(self, step: int) -> Any:
-        """The tokens of a step, [N, B/N, S+1], on the devices in use."""
-        tokens = self.data[step - 1]
-        tokens = tokens.reshape(self.config.accumulate, -1, self.config.seq + 1)
-        return mesh.distribute(tokens, None, "batch", None)
-
-    def _read(
-        self, pending: list[dict[str, Any]], started: float
-    ) -> list[dict[str, Any]]:
-        """Reads the metrics of pending steps from the device and adds the speed."""
-        records = jax.device_get(pending)
-        pending.clear()
-        seconds = (time.perf_counter() - started) / len(records)
+    def _speed(self, seconds: float) -> dict[str, float]:
+        """The metrics of steps that took so long each."""
         tokens_per_s = self.config.batch * self.config.seq / seconds
-        speed = {"tokens_per_s": tokens_per_s}
-        if (peak := flops.peak()) is not None:
-            flops_per_token = flops.per_token(self.model.config, self.config.seq)
-            speed["mfu"] = tokens_per_s * flops_per_token / (peak * mesh.size())
-        return [record | speed for record in records]
+        if (peak := flops.peak()) is None:
+            return {"tokens_per_s": tokens_per_s}
+        per_token = flops.per_token(self.model.config, self.config.seq)
+        mfu = tokens_per_s * per_token / (peak * mesh.size())
+        return {"tokens_per_s": tokens_per_s, "mfu": mfu}
 
 
 def _open_log(file: Path, after_step: int) -> Any:
@@ -268,7 +262,4 @@ def _export(
         has_tokenizer = like is not None and hf.load_tokenizer(like) is not None
     print(f"exported: {folder}")
     if name == "gguf" and not has_tokenizer:
-        print(
-            "note: the file has no tokenizer, which llama.cpp's programs need; its "
-            "library takes ids of tokens"
-        )
+        print("note: without a tokenizer, only llama.cpp's library reads the file")

@@ -15,6 +15,7 @@ import pytest
 from examples.llama import metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.data import load_corpus
+from examples.llama.errors import UserError
 from experiments import __main__, corpus, jobs, page, processes, result_files, runs
 from experiments.settings import LARGER, SEEDS, SIZES, TOY, Experiment, Settings
 
@@ -178,8 +179,8 @@ def test_a_diverged_run_is_done_and_a_failed_one_is_not(
 
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(runs, "write", lambda *_, **more: written.append(more))
-    fail_with(run_folder.RunError("in use"))
-    with pytest.raises(run_folder.RunError, match="in use"):
+    fail_with(UserError("in use"))
+    with pytest.raises(UserError, match="in use"):
         runs.do([run])
     fail_with(training.DivergedError("loss is nan"))
     runs.do([run])
