@@ -46,7 +46,6 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
         _draw_rates(below[0], records, target)
     if loads:
         _draw_experts(below[-1], loads)
-
     axes = above.subplots()
     axes.set(title=f"Loss ({run.name})", xlabel="step", ylabel="nats per token")
     _draw_loss(axes, records, label="training", color=COLORS[0])
@@ -62,14 +61,15 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     """
     title = "Loss (legend: mean of the last 20 steps; circles: validation)"
     figure, losses, differences = loss_panels(title, runs[0].name)
-    run_records = [metrics.read(run / "metrics.jsonl") for run in runs]
-    baseline = {record["step"]: record.get("loss") for record in run_records[0]}
     final = [metrics.summarize(run).loss for run in runs]
-    for index, (run, records) in enumerate(zip(runs, run_records, strict=True)):
-        line = style(index)
+    baseline: dict[int, float | None] = {}
+    for index, run in enumerate(runs):
+        records, line = metrics.read(run / "metrics.jsonl"), style(index)
         label = f"{run.name} {final[index]:.4f}"
         if index:
             label += f" ({final[index] - final[0]:+.4f})"
+        else:
+            baseline = {record["step"]: record.get("loss") for record in records}
         _draw_loss(losses, records, label=label, **line)
         _draw_validation(losses, records, color=line["color"])
         shared = [record for record in records if record["step"] in baseline]
@@ -108,9 +108,8 @@ def _alike(records: Records, value_of: Any) -> Records:
 
     Only an edited file has records of several models; the last one counts.
     """
-    records = [record for record in records if value_of(record)]
-    shapes = [jax.tree.map(np.shape, value_of(record)) for record in records]
-    return [r for r, shape in zip(records, shapes, strict=True) if shape == shapes[-1]]
+    found = [(jax.tree.map(np.shape, x), r) for r in records if (x := value_of(r))]
+    return [record for shape, record in found if shape == found[-1][0]]
 
 
 def _draw_rates(
@@ -131,10 +130,8 @@ def _draw_rates(
         panel.set(title=projection.removeprefix("layers/"))
     panels[0].set(ylabel="fallback rate", ylim=(0, None))
     panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    low, high = target
-    figure.suptitle(
-        f"Fallback rate, smoothed (shaded: target, {low:.0%} to {high:.0%})"
-    )
+    shaded = "target, {:.0%} to {:.0%}".format(*target)
+    figure.suptitle(f"Fallback rate, smoothed (shaded: {shaded})")
     norm = BoundaryNorm(range(len(colors) + 1), len(colors))
     scale = ScalarMappable(norm, ListedColormap(colors))
     bar = figure.colorbar(scale, ax=panels, label="layer")
@@ -164,32 +161,31 @@ def _draw_experts(figure: SubFigure, records: Records) -> None:
         for name, layer in record.get("fallback", {}).items():
             if np.shape(rates := layer.get("expert_rates")) == load.shape:
                 found.setdefault(name, []).append(rates)
-    busiest, panel, *panels = figure.subplots(1, 2 + len(found))
+    busiest, *panels = figure.subplots(1, 2 + len(found))
     _draw_layers(busiest, _column(records, "step"), relative.max(axis=-1))
     busiest.set(title="largest load / mean", ylim=(1, None))
     # White is the mean of the layer.
-    _draw_map(panel, load, "RdBu_r", TwoSlopeNorm(1, 0, max(2, load.max())))
-    panel.set(title="load / mean", ylabel="layer")
-    for panel, (name, tables) in zip(panels, found.items(), strict=True):
+    norm = TwoSlopeNorm(1, 0, max(2, load.max()))
+    maps: list[Any] = [("load / mean", load, "RdBu_r", norm)]
+    for name, tables in found.items():
+        title = f"fallback rate, {name.rpartition('/')[2]}"
         mean = np.array(tables, np.float64).mean(axis=0)
-        bar = _draw_map(panel, mean, "viridis", Normalize(0, 1))
-        bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        panel.set(title=f"fallback rate, {name.rpartition('/')[2]}")
+        maps.append((title, mean, "viridis", Normalize(0, 1)))
+    for panel, (title, values, colors, norm) in zip(panels, maps, strict=True):
+        image = panel.imshow(
+            values, aspect="auto", cmap=colors, norm=norm, interpolation="none"
+        )
+        for axis in panel.xaxis, panel.yaxis:
+            axis.set_major_locator(MaxNLocator(5, integer=True))
+        panel.set(title=title, xlabel="expert")
+        bar = panel.figure.colorbar(image, ax=panel)
+        if values is not load:
+            bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    panels[0].set(ylabel="layer")
     figure.suptitle(
         "Experts (left: of each layer, smoothed; maps: means over the last twentieth "
         "of the steps)"
     )
-
-
-def _draw_map(panel: Axes, values: np.ndarray, colors: str, norm: Normalize) -> Any:
-    """Draws a value of each expert in each layer, and returns the colorbar."""
-    image = panel.imshow(
-        values, aspect="auto", cmap=colors, norm=norm, interpolation="none"
-    )
-    for axis in panel.xaxis, panel.yaxis:
-        axis.set_major_locator(MaxNLocator(5, integer=True))
-    panel.set(xlabel="expert")
-    return panel.figure.colorbar(image, ax=panel)
 
 
 def style(index: int) -> dict[str, Any]:

@@ -45,9 +45,8 @@ def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | 
 
 def _could_fuse(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     is_int8 = isinstance(dot_general, fbq_jax.FallbackDot)
-    return (
-        config.saved_bits is not None and is_int8 and fbq_jax.fuses(dot_general.recipe)
-    )
+    recipe = getattr(dot_general, "recipe", None)
+    return config.saved_bits is not None and is_int8 and fbq_jax.fuses(recipe)
 
 
 def norm_dense(

@@ -102,7 +102,7 @@ def _read(family: Family, stored: Json, tensors: int) -> LlamaConfig:
     rope, local_theta = _rope(family, stored)
     _check_supported(family, stored, rope)
     keys = {**_FIELDS, **family.keys}
-    fields = {name: stored.get(key) for name, key in keys.items()}
+    fields: dict[str, Any] = {name: stored.get(key) for name, key in keys.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
     # Before anything of this length is built.
@@ -184,7 +184,7 @@ def _sliding_layers(
             first = stored.get("max_window_layers")
             slides = tuple(layers[check_value("max_window_layers", first, Natural) :])
         case "pattern":
-            n = stored.get("sliding_window_pattern")
+            n: Any = stored.get("sliding_window_pattern")
             check_value("sliding_window_pattern", n, Size)
             slides = tuple(layer for layer in layers if (layer + 1) % n)
     if is_listed:  # transformers does not read the list
@@ -246,7 +246,8 @@ def _rope_scaling(family: Family, stored: Json, rope: Json) -> RopeScaling | Non
                 "mscale and mscale_all_dim are not supported: set attention_factor"
             )
         context = stored["max_position_embeddings"]
-        entries = {"original_max_position_embeddings": context, "truncate": True} | rope
+        entries = {"original_max_position_embeddings": context, "truncate": True}
+        entries |= rope
         entries["beta_fast"] = rope.get("beta_fast") or 32.0
         entries["beta_slow"] = rope.get("beta_slow") or 1.0
     names = (field.name for field in dataclasses.fields(scaling))
