@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from examples.llama import checkpoint, hf
 from examples.llama.config import SAVED_BITS, Config
-from examples.llama.data import Corpus, is_token_ids, load_corpus
+from examples.llama.data import Corpus, load_corpus, token_ids_folder
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
@@ -30,8 +30,9 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
         corpus = load_corpus(data)
         return _with_recipe(config, config.sizes(corpus.vocab_size)), None, corpus
     sizes, weights = hf.load(folder)
-    tokenizer = None if is_token_ids(data) else hf.load_tokenizer(folder)
-    if tokenizer is None and not is_token_ids(data):
+    is_text = token_ids_folder(data) is None
+    tokenizer = hf.load_tokenizer(folder) if is_text else None
+    if is_text and tokenizer is None:
         raise UserError(
             f"{folder} has no tokenizer.json to read text with; add it, or set "
             "--data to a .bin file of the model's token ids"

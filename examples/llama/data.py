@@ -107,16 +107,12 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
     return _from_texts(texts, root, tokenizer)
 
 
-def is_token_ids(path: Path | None) -> bool:
-    """Whether `load_corpus` reads `path` as token ids rather than as text."""
-    if path is None:
-        return False
-    return (path / "train.bin").exists() if path.is_dir() else path.suffix == ".bin"
-
-
-def tokenizer_folder(token_ids: Path) -> Path:
-    """Returns the folder with the tokenizer of token ids, a folder or a file."""
-    return token_ids if token_ids.is_dir() else token_ids.parent
+def token_ids_folder(data: str | Path | None) -> Path | None:
+    """Returns the folder of token ids and their tokenizer; None if `data` is text."""
+    path = Path(data or "text")
+    if path.is_dir():
+        return path if (path / "train.bin").exists() else None
+    return path.parent if path.suffix == ".bin" else None
 
 
 def batches(
@@ -187,7 +183,7 @@ def _from_ids(path: Path, train: np.ndarray, val: np.ndarray) -> Corpus:
     # The file format does not store the vocabulary size.
     vocab_size = 1 + max(int(train.max()), int(val.max(initial=0)))
     corpus = Corpus(train, val, vocab_size)
-    if (tokenizer := load_tokenizer(tokenizer_folder(path))) is None:
+    if (tokenizer := load_tokenizer(path if path.is_dir() else path.parent)) is None:
         return corpus
     corpus.check_fits(tokenizer.get_vocab_size())
     return replace(corpus, vocab_size=tokenizer.get_vocab_size())

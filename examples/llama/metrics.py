@@ -5,8 +5,6 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 
 import fbq_jax
 from examples.llama import atomic
-from examples.llama.errors import UserError
+from examples.llama.errors import writing
 
 # Entries of a record that are numbers, or null.
 _NUMBERS = (
@@ -43,7 +41,7 @@ class MetricsLog:
         end of `metrics.repeated.jsonl` beside it. Failing to write raises UserError.
         """
         self._path = path
-        with self._named_errors():
+        with writing(self._path):
             kept: dict[int, bytes] = {}
             moved = []
             for line in path.read_bytes().splitlines() if path.exists() else []:
@@ -61,23 +59,13 @@ class MetricsLog:
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a record: numbers and arrays in nested dictionaries."""
-        with self._named_errors():
+        with writing(self._path):
             self._file.write(json.dumps(_plain(record)) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
-        with self._named_errors():
+        with writing(self._path):
             self._file.close()
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be written: {error.strerror}. Make room, or make "
-                "the folder writable, and continue with --resume"
-            ) from error
 
 
 def read(path: Path) -> list[dict[str, Any]]:

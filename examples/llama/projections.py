@@ -6,7 +6,6 @@ fused layer quantizes values where it computes them. Otherwise norm and projecti
 separate Flax modules. Both variants use the same names for parameters and state.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,67 +48,65 @@ def _could_fuse(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     return config.saved_bits is not None and is_int8 and fbq_jax.fuses(recipe)
 
 
-def norm_dense(
-    config: LlamaConfig, dot_general: DotGeneral | None, features: int, *, name: str
-) -> nn.Module:
-    """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module."""
-    if not fuses(config, dot_general):
-        return _NormDense(config, dot_general, features, name=name)
-    options = _fused_options(config, dot_general)
-    return fbq_jax.NormDense(features, use_bias=config.qkv_bias, **options, name=name)
+class Part(nn.Module):
+    """A part of the model, which makes its layers."""
 
+    config: LlamaConfig
+    dot_general: DotGeneral | None = None
 
-def gated_mlp(
-    config: LlamaConfig, dot_general: DotGeneral | None, *, name: str
-) -> nn.Module:
-    """Returns a norm and a gated MLP as one module: "norm", "gate_up" and "down".
+    @nn.nowrap
+    def dense(self, features: int, name: str, **options: Any) -> nn.Dense:
+        """Returns a projection."""
+        shared = {"dtype": self.config.dtype, "kernel_init": INITIALIZER}
+        shared |= {"use_bias": False, "dot_general": self.dot_general}
+        return nn.Dense(features, name=name, **(shared | options))
 
-    A mixture of experts has its projections, and its router, in "experts".
-    """
-    if config.num_experts is not None:
-        return _Mixture(config, dot_general, name=name)
-    if not fuses(config, dot_general):
-        return _GatedMLP(config, dot_general, name=name)
-    options = _fused_options(config, dot_general)
-    return fbq_jax.GatedMLP(config.intermediate_size, **options, name=name)
+    @nn.nowrap
+    def norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
+        """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
+        epsilon, bits = self.config.norm_eps, self.config.saved_bits
+        module: nn.Module
+        if self.config.unit_offset_norms:
+            module = _UnitOffsetNorm(epsilon, bits, name=name)
+        elif bits is None:
+            module = nn.RMSNorm(epsilon=epsilon, name=name)
+        else:
+            module = fbq_jax.RMSNorm(epsilon=epsilon, bits=bits, name=name)
+        return lambda x: module(x.astype(jnp.float32)).astype(self.config.dtype)
 
+    @nn.nowrap
+    def norm_dense(self, features: int, name: str) -> nn.Module:
+        """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module."""
+        config = self.config
+        if not fuses(config, self.dot_general):
+            return _NormDense(config, self.dot_general, features, name=name)
+        options = {"use_bias": config.qkv_bias, **self._fused_options()}
+        return fbq_jax.NormDense(features, **options, name=name)
 
-def _fused_options(
-    config: LlamaConfig, dot_general: DotGeneral | None
-) -> dict[str, Any]:
-    return {
-        "epsilon": config.norm_eps,
-        "bits": config.saved_bits,
-        "dtype": config.dtype,
-        "kernel_init": INITIALIZER,
-        "dot_general": dot_general,
-    }
+    @nn.nowrap
+    def gated_mlp(self, name: str) -> nn.Module:
+        """Returns a norm and a gated MLP as one module: "norm", "gate_up" and "down".
 
+        A mixture of experts has its projections, and its router, in "experts".
+        """
+        config = self.config
+        if config.num_experts is not None:
+            return _Mixture(config, self.dot_general, name=name)
+        if not fuses(config, self.dot_general):
+            return _GatedMLP(config, self.dot_general, name=name)
+        size, options = config.intermediate_size, self._fused_options()
+        return fbq_jax.GatedMLP(size, **options, name=name)
 
-def dense(
-    config: LlamaConfig, dot_general: DotGeneral | None = None
-) -> Callable[..., nn.Dense]:
-    """Returns a constructor of projections that takes ``features`` and ``name``."""
-    return functools.partial(
-        nn.Dense,
-        use_bias=False,
-        dtype=config.dtype,
-        kernel_init=INITIALIZER,
-        dot_general=dot_general,
-    )
-
-
-def norm(config: LlamaConfig, name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
-    epsilon, bits = config.norm_eps, config.saved_bits
-    module: nn.Module
-    if config.unit_offset_norms:
-        module = _UnitOffsetNorm(epsilon, bits, name=name)
-    elif bits is None:
-        module = nn.RMSNorm(epsilon=epsilon, name=name)
-    else:
-        module = fbq_jax.RMSNorm(epsilon=epsilon, bits=bits, name=name)
-    return lambda x: module(x.astype(jnp.float32)).astype(config.dtype)
+    @nn.nowrap
+    def _fused_options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "epsilon": config.norm_eps,
+            "bits": config.saved_bits,
+            "dtype": config.dtype,
+            "kernel_init": INITIALIZER,
+            "dot_general": self.dot_general,
+        }
 
 
 class _UnitOffsetNorm(nn.Module):
@@ -127,23 +124,16 @@ class _UnitOffsetNorm(nn.Module):
         return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
-class _Part(nn.Module):
-    config: LlamaConfig
-    dot_general: DotGeneral | None
-
-
-class _NormDense(_Part):
-    features: int
+class _NormDense(Part):
+    features: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        config = self.config
-        project = dense(config, self.dot_general)
-        x = norm(config, "norm")(x)
-        return project(self.features, use_bias=config.qkv_bias, name="dense")(x)
+        dense = self.dense(self.features, "dense", use_bias=self.config.qkv_bias)
+        return dense(self.norm("norm")(x))
 
 
-class _GateUp(_Part):
+class _GateUp(Part):
     """Gate and up as one product with a kernel [K, 2, F]."""
 
     @nn.compact
@@ -157,23 +147,27 @@ class _GateUp(_Part):
         return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-class _GatedMLP(_Part):
+class _GatedMLP(Part):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        config = self.config
-        project = dense(config, self.dot_general)
-        x = norm(config, "norm")(x)
-        gate_up = _GateUp(config, self.dot_general, name="gate_up")(x)
-        x = _gate(config, *jnp.split(gate_up, 2, axis=-1))
-        return project(config.hidden_size, name="down")(x)
+        config, bits = self.config, self.config.saved_bits
+        x = self.norm("norm")(x)
+        x = _GateUp(config, self.dot_general, name="gate_up")(x)
+        gate, up = jnp.split(x, 2, axis=-1)
+        silu = config.activation == "silu"
+        if bits is None:
+            x = (nn.silu if silu else nn.gelu)(gate) * up
+        else:
+            gate_of = nonlinear.silu_gate if silu else nonlinear.gelu_gate
+            x = gate_of(gate, up, bits=bits)
+        return self.dense(config.hidden_size, "down")(x)
 
 
-class _Mixture(_Part):
+class _Mixture(Part):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config, routing = self.config, self.config.routing()
         assert routing is not None
-        x = norm(config, "norm")(x)
         experts = fbq_jax.MoEMLP(
             *(routing, config.intermediate_size),
             bits=config.saved_bits,
@@ -182,12 +176,4 @@ class _Mixture(_Part):
             dot_general=self.dot_general,
             name="experts",
         )
-        return experts(x)
-
-
-def _gate(config: LlamaConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    silu = config.activation == "silu"
-    if config.saved_bits is None:
-        return (nn.silu if silu else nn.gelu)(gate) * up
-    gate_of = nonlinear.silu_gate if silu else nonlinear.gelu_gate
-    return gate_of(gate, up, bits=config.saved_bits)
+        return experts(self.norm("norm")(x))

@@ -47,9 +47,9 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         fields.check(self)
         if self.high_freq_factor <= self.low_freq_factor:
+            low, got = f"({self.low_freq_factor})", f"got {self.high_freq_factor}"
             raise UserError(
-                "high_freq_factor takes a number above low_freq_factor "
-                f"({self.low_freq_factor}), got {self.high_freq_factor}"
+                f"high_freq_factor takes a number above low_freq_factor {low}, {got}"
             )
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
@@ -120,9 +120,7 @@ def rotary_tables(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cosines and sines of the rotary angles from position ``start`` on.
 
-    Returns:
-        Two float32 arrays of shape [ropes, seq_len, 1, head_dim / 2]. The angles of
-        None are 0.
+    Both are float32 [ropes, seq_len, 1, head_dim / 2]. The angles of None are 0.
     """
     frequencies, factors = [], []
     for rope in ropes:
@@ -134,8 +132,7 @@ def rotary_tables(
                 factor = rope.scaling.attention_factor
         frequencies.append(frequency)
         factors.append(factor)
-    positions = jnp.arange(seq_len, dtype=jnp.float32)
-    positions += jnp.asarray(start, jnp.float32)
+    positions = jnp.arange(seq_len, dtype=jnp.float32) + jnp.float32(start)
     turned = jnp.asarray(np.array(frequencies), jnp.float32)
     angles = (positions[None, :, None] * turned[:, None])[:, :, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)

@@ -13,7 +13,7 @@ from typing import Any
 from examples.llama import atomic
 from examples.llama.config import Config
 from examples.llama.data import Corpus
-from examples.llama.errors import UserError
+from examples.llama.errors import UserError, writing
 from examples.llama.hf.files import read_json
 
 # Entries of config.json beside the options: the fingerprint of the data, and the order
@@ -71,11 +71,11 @@ def enter_folder(
     has other data or options that it must not change, if the folder cannot be created,
     or if another process is in it.
     """
-    with _named_errors(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / ".lock").open("ab")
     with lock:
-        with _named_errors(out):
+        with writing(out):
             _lock(lock.fileno(), out)
         check_folder(out, config, resume)  # again: another run may have come and gone
         if resume:
@@ -101,14 +101,6 @@ def _lock(file: int, out: Path) -> None:
             "not start another run in this folder",
             file=sys.stderr,
         )
-
-
-@contextmanager
-def _named_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{out} cannot be a run's folder: {error.strerror}") from error
 
 
 def _options(config: Config, corpus: Corpus) -> dict[str, Any]:
@@ -138,7 +130,7 @@ def write_options(out: Path, config: Config, corpus: Corpus) -> None:
     A resumed run, whose options may have changed, writes them when it has looked for
     its checkpoints, which were written with the former options.
     """
-    with _named_errors(out):
+    with writing(out):
         if config.save_every:  # before the run exists: no run lacks the folder
             checkpoints(out).mkdir(exist_ok=True)
         text = json.dumps(_options(config, corpus), indent=2)

@@ -197,11 +197,7 @@ _Carry = tuple[PyTree, PyTree, PyTree]
 def _accumulate(
     model: Llama, state: TrainState, tokens: jax.Array
 ) -> tuple[_Carry, dict[str, Any]]:
-    """Scans over microbatches [N, B/N, S+1].
-
-    Returns the new `fallback` and `overwritten`, the sum of the gradients, and what
-    `_loss` measured of each microbatch.
-    """
+    """Scans over microbatches [N, B/N, S+1]; also returns what `_loss` measured."""
     value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
     codes: dict[str, PyTree] = {}
     if tokens.shape[0] > 1 and isinstance(model.dot_general, FallbackDot):
@@ -248,9 +244,8 @@ def _expert_metrics(
     """What experts add to the loss, and their metrics; without experts, 0 and no rates.
 
     The losses are unweighted means over the layers; "load_balance" is 1 if the load and
-    the probabilities of all experts are equal. "expert_load" counts the tokens that
-    selected each expert, int32 [layers, experts], and "expert_rates" has the fallback
-    rates by projection, float32 [layers, experts].
+    the probabilities of all experts are equal. "expert_load" counts the tokens of each
+    expert and "expert_rates" has fallback rates by projection, both [layers, experts].
     """
     if config.num_experts is None:
         return 0.0, {"expert_rates": {}}

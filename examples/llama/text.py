@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from examples.llama.config import Config
-from examples.llama.data import SEPARATOR, is_token_ids, tokenizer_folder
+from examples.llama.data import SEPARATOR, token_ids_folder
 from examples.llama.errors import UserError
 from examples.llama.hf.config_json import to_json
 from examples.llama.hf.files import (
@@ -140,10 +140,7 @@ def codec_of_run(config: Config) -> Codec:
 
 def _tokenizer_of(config: Config) -> Path | None:
     """The folder with the tokenizer of a run's data; None if its tokens are bytes."""
-    if config.from_hf is not None:
-        return Path(config.from_hf)
-    data = None if config.data is None else Path(config.data)
-    return tokenizer_folder(data) if data and is_token_ids(data) else None
+    return Path(config.from_hf) if config.from_hf else token_ids_folder(config.data)
 
 
 def _check_characters(text: str) -> None:

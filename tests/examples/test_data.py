@@ -12,8 +12,8 @@ from examples.llama.data import (
     SEPARATOR,
     Corpus,
     batches,
-    is_token_ids,
     load_corpus,
+    token_ids_folder,
 )
 from examples.llama.errors import UserError
 from examples.llama.progress import interruptible
@@ -92,7 +92,7 @@ def test_folder_skips_hidden_and_binary_files(tmp_path):
     (folder / ".git" / "index").write_text("hidden")
     (folder / "image.png").write_bytes(b"\x89PNG\xff")
     (folder / "a.txt").write_text("0123456789" * 4)
-    assert not is_token_ids(folder)
+    assert token_ids_folder(folder) is None
     corpus = load_corpus(folder)
     assert corpus.train.tobytes() + corpus.val.tobytes() == b"0123456789" * 4
 

@@ -730,7 +730,7 @@ def test_a_broken_tokenizer_beside_token_ids_is_named(tmp_path, capsys):
 def test_out_must_be_a_folder_outside_the_data(config, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     argv = flags(config, f"--out={tmp_path / 'file' / 'run'}")
-    assert "cannot be a run's folder" in error_of(capsys, argv)
+    assert "run cannot be written" in error_of(capsys, argv)
     (tmp_path / "data").mkdir()
     for out in tmp_path / "data" / "run", tmp_path / "data":
         argv = [f"--data={tmp_path / 'data'}", f"--out={out}"]

@@ -40,9 +40,7 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
         The configuration, with the default ``dtype``, ``remat``, ``unroll`` and
         ``saved_bits``, and the parameters of ``Llama`` as float32 NumPy arrays.
 
-    Raises:
-        CheckpointError: A file or a tensor is missing, unreadable, unexpected or has
-            the wrong shape, or the model is not supported. The message names it.
+    Raises CheckpointError, which names what is damaged or not supported.
     """
     folder = Path(folder)
     stored, file = _read_config(folder), folder / CONFIG
@@ -114,8 +112,7 @@ def save(
 
     Raises:
         FileExistsError: ``folder`` is a file or is not empty.
-        CheckpointError: ``params`` do not belong to ``Llama(config)``; the family lacks
-            a setting of ``config``; or ``like`` is damaged.
+        CheckpointError: An argument does not fit the others, or ``like`` is damaged.
     """
     folder = Path(folder)
     files.check_new(folder)

@@ -51,14 +51,10 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def from_json(stored: Json, file: Path, tensors: int) -> LlamaConfig:
-    """Builds the configuration that ``config.json`` describes.
+    """Builds the configuration of a config.json, or raises CheckpointError.
 
     Errors name its ``file``. The number of ``tensors`` in the checkpoint limits the
     layers and experts.
-
-    Raises:
-        CheckpointError: A field is missing or out of range, or the model is not
-            supported.
     """
     family = family_of(stored, file)
     aliases = family.aliases.items()
@@ -73,20 +69,17 @@ def family_of(stored: Json, file: Path) -> Family:
     """Returns the family that a config.json names, or raises CheckpointError."""
     name = stored.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise CheckpointError(
-            f"{file}: model_type is {reprlib.repr(name)}, supported: "
-            + ", ".join(FAMILIES)
-        )
+        got, known = reprlib.repr(name), ", ".join(FAMILIES)
+        raise CheckpointError(f"{file}: model_type is {got}, supported: {known}")
     return FAMILIES[name]
 
 
 def to_json(config: LlamaConfig, family: Family | None = None) -> dict[str, Any]:
     """Returns the content of config.json; without a family, of the first that fits.
 
-    Raises:
-        CheckpointError: The family, or every family, lacks a setting of the model.
+    Raises CheckpointError if the family, or every family, lacks a setting of the model.
     """
-    lacking = None
+    lacking = ""
     for candidate in FAMILIES.values() if family is None else (family,):
         stored = _write(config, candidate)
         if not (lacking := _lacking(config, stored)):

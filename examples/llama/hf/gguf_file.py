@@ -31,15 +31,12 @@ _SHARED_WIDTH = ("qwen2", "phi3")
 # With so many layers, scores are divided by sqrt(hidden_size / heads), not by
 # sqrt(head_dim).
 _LARGEST = {"gemma2": 46, "gemma3": 62}
-# The version of the layout of quantized blocks.
-_QUANTIZATION_VERSION = 2
 
 
 def check(config: LlamaConfig, family: Family, like: str | Path | None) -> None:
-    """Checks that llama.cpp computes the model and reads the tokenizer of ``like``.
+    """Raises ExportError if llama.cpp would compute another model or read other text.
 
-    Raises:
-        ExportError: llama.cpp would compute something else.
+    ``like`` is the folder of a checkpoint with the tokenizer.
     """
     if problems := list(_problems(config, family.gguf)):
         raise ExportError(f"llama.cpp's {family.gguf} {', and '.join(problems)}")
@@ -59,27 +56,25 @@ def write(
 
     Args:
         file: The file to write.
-        config: The configuration of the model. Matrices in ``floats`` are stored in its
-            dtype, vectors and routers in float32.
+        config: The configuration of the model.
         family: The family that it is exported as.
         blocks: The blocks of Q8_0 of projections, uint8 [N, K / 32 * 34], by the names
-            of their tensors in transformers. The experts of a layer become one tensor.
+            of their tensors in transformers.
         floats: The other tensors, float32, by the same names.
         like: The folder of a checkpoint that provides the tokenizer and the chat
             template; without one, llama.cpp's library takes ids of tokens.
     """
     with contextlib.closing(gguf.GGUFWriter(file, family.gguf)) as writer:
-        writer.add_quantization_version(_QUANTIZATION_VERSION)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
         _add_sizes(writer, config)
         _add_rotation(writer, config)
-        stored = None
-        if like is not None:
-            stored = read_tokenizer(Path(like), config.vocab_size)
-        if like is None or stored is None:
+        folder = Path(like or "")
+        stored = read_tokenizer(folder, config.vocab_size) if like else None
+        if stored is None:
             writer.add_tokenizer_model("no_vocab")
         else:
-            add_tokenizer(writer, stored, Path(like), config.vocab_size)
+            add_tokenizer(writer, stored, folder, config.vocab_size)
         _add_tensors(writer, config, blocks, floats)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -118,12 +113,8 @@ def _problems(config: LlamaConfig, architecture: str) -> Iterator[str]:
     if isinstance(scaling, YarnScaling):
         if n > 1:
             yield "does not scale RoPE as YaRN does"
-        context = scaling.original_max_position_embeddings
-        # The paper's, with this factor and context.
-        usual = YarnScaling(
-            factor=scaling.factor, original_max_position_embeddings=context
-        )
-        if scaling != usual:
+        sizes = ("factor", "original_max_position_embeddings")
+        if scaling != YarnScaling(**{name: getattr(scaling, name) for name in sizes}):
             yield "takes YaRN without settings beside its factor and context"
 
 
@@ -151,7 +142,7 @@ def _add_sizes(writer: Any, config: LlamaConfig) -> None:
 
 
 def _add_rotation(writer: Any, config: LlamaConfig) -> None:
-    """The entries, and the tensor, that describe RoPE."""
+    """Adds the entries, and the tensor, that describe RoPE."""
     scaling = config.rope_scaling
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
@@ -166,9 +157,9 @@ def _add_rotation(writer: Any, config: LlamaConfig) -> None:
         divisors = (frequencies / scaling.scale(frequencies)).astype(np.float32)
         writer.add_tensor("rope_freqs.weight", divisors)
     elif scaling is not None:
-        types = gguf.RopeScalingType
-        linear = isinstance(scaling, LinearScaling)
-        writer.add_rope_scaling_type(types.LINEAR if linear else types.YARN)
+        is_linear = isinstance(scaling, LinearScaling)
+        kind = gguf.RopeScalingType.LINEAR if is_linear else gguf.RopeScalingType.YARN
+        writer.add_rope_scaling_type(kind)
         writer.add_rope_scaling_factor(scaling.factor)
 
 
@@ -178,9 +169,17 @@ def _add_tensors(
     blocks: Mapping[str, np.ndarray],
     floats: Mapping[str, np.ndarray],
 ) -> None:
+    """Adds matrices in the dtype of the model, vectors and routers in float32."""
     architectures = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(architectures[writer.arch], config.num_layers)
-    blocks = _join_experts(blocks)
+    joined: dict[str, list[np.ndarray]] = {}  # the experts of a layer are one tensor
+    for tensor, array in blocks.items():
+        name = re.sub(r"\.experts\.\d+\.", ".experts.", tensor)
+        joined.setdefault(name, []).append(array)
+    blocks = {
+        tensor: np.stack(arrays) if ".experts." in tensor else arrays[0]
+        for tensor, arrays in joined.items()
+    }
     for tensor, array in {**floats, **blocks}.items():
         rotated = ".q_proj." in tensor or ".k_proj." in tensor
         if rotated and writer.arch in _INTERLEAVED:
@@ -200,15 +199,3 @@ def _add_tensors(
             array = array.astype(config.dtype).view(np.uint8)
         name = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(name, np.ascontiguousarray(array), raw_dtype=kind)
-
-
-def _join_experts(blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Joins the experts of a layer, ``"....experts.3.w1.weight"``, in one tensor."""
-    joined: dict[str, list[np.ndarray]] = {}
-    for tensor, array in blocks.items():
-        name = re.sub(r"\.experts\.\d+\.", ".experts.", tensor)
-        joined.setdefault(name, []).append(array)
-    return {
-        tensor: np.stack(arrays) if ".experts." in tensor else arrays[0]
-        for tensor, arrays in joined.items()
-    }

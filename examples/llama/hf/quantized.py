@@ -4,9 +4,9 @@ A checkpoint in one of the formats of ``fbq_jax.export`` stores a weight as code
 scales, under other names.
 """
 
-import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +16,12 @@ from examples.llama.hf.files import FLOATS, CheckpointError, Stored
 
 
 class Scheme(NamedTuple):
-    """How the weights of a checkpoint are quantized.
+    """How the weights of a checkpoint are quantized."""
 
-    Attributes:
-        name: The name of the format.
-        parts: The tensors of a weight, by what follows its name, and their dtypes.
-        dequantize: Maps these tensors to the weight, float32 [N, K].
-    """
-
-    name: str
+    name: str  # of the format
+    # The dtypes of a weight's tensors, by what follows its name in theirs.
     parts: Mapping[str, tuple[str, ...]]
-    dequantize: Callable[..., np.ndarray]
+    dequantize: Callable[..., np.ndarray]  # from these tensors to float32 [N, K]
 
     def find(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Returns the tensors that each quantized weight consists of, by its name."""
@@ -62,8 +57,7 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
             _are_sizes(n, k)
         ):
             parts = {"": ("I8",), "_scale_inv": ("F32",)}
-            dequantize = functools.partial(_multiply, (n, k))
-            return Scheme("blockwise_int8", parts, dequantize)
+            return Scheme("blockwise_int8", parts, partial(_multiply, (n, k)))
         # Codes of 8 bits, four in an int32, and a scale per group.
         case {
             "quant_method": "compressed-tensors",
@@ -81,8 +75,7 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
                     } as weights
                 } if _are_sizes(group) and not weights.get("actorder"):
                     parts = {"_packed": ("I32",), "_scale": FLOATS, "_shape": ("I64",)}
-                    dequantize = functools.partial(_unpack, group)
-                    return Scheme("compressed-tensors", parts, dequantize)
+                    return Scheme("compressed-tensors", parts, partial(_unpack, group))
     raise CheckpointError(
         f"{file}: quantization_config is {reprlib.repr(entry)}, supported are the "
         "entries that --export writes: blockwise_int8 with weight_block_size, and "

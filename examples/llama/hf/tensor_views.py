@@ -21,15 +21,12 @@ ROUTER = "layers/mlp/experts/router/kernel"
 
 
 class TensorView(NamedTuple):
-    """A tensor as views into parameters.
+    """A tensor as views into parameters, which it joins along its first axis.
 
-    Attributes:
-        shape: The shape of the tensor.
-        parts: The views that the tensor joins along its first axis. A view has two axes
-            where the tensor has one, if the parameter splits the tensor into groups.
+    A view has two axes there if the parameter splits the tensor into groups.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor
     parts: tuple[np.ndarray, ...]
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
@@ -90,11 +87,9 @@ def tensor_views(
 
 
 def _columns(config: LlamaConfig, path: str, width: int) -> tuple[int, tuple[int, ...]]:
-    """How the columns of a parameter belong to the tensors that it joins.
+    """The number of groups that each tensor is split into, and their widths by tensor.
 
-    Returns the number of groups that each tensor is split into, and the width of a
-    group of each tensor. The parameter has the first group of each tensor, then the
-    second, and so on.
+    The parameter has the first group of each tensor, then the second, and so on.
     """
     if path.startswith("layers/attention/qkv/dense/"):
         kv_heads, dim = config.num_kv_heads, config.head_dim
