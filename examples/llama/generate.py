@@ -151,11 +151,7 @@ def write(asked: argparse.Namespace) -> None:
 def _print(
     codec: Codec, prompt: list[int], tokens: Iterator[int], times: list[float]
 ) -> int:
-    """Prints tokens up to one that stops, and adds when each was drawn.
-
-    Returns:
-        The number of tokens without the one that stops.
-    """
+    """Prints tokens up to one that stops, adds their times and returns their number."""
     # Some tokenizers decode the first token without its space, so all are decoded.
     text, shown = list(prompt), codec.decode(prompt).rstrip(_INCOMPLETE)
 
@@ -180,15 +176,13 @@ def _print(
 def _check_prompt(prompt: list[int], vocab_size: int, longest: int) -> None:
     if not prompt:
         raise UserError("the prompt is empty: give --prompt a text")
-    if len(prompt) >= longest:
+    if (length := len(prompt)) >= longest:
         raise UserError(
-            f"the prompt has {len(prompt)} tokens; the model takes sequences of "
-            f"{longest}, and generates at least one"
+            f"the prompt has {length} tokens; the model takes fewer than {longest}"
         )
-    if max(prompt) >= vocab_size:
+    if (last := max(prompt)) >= vocab_size:
         raise UserError(
-            f"the tokenizer gives the prompt a token {max(prompt)}, the model has "
-            f"{vocab_size} tokens"
+            f"the tokenizer gives the prompt a token {last}, of {vocab_size} tokens"
         )
 
 
@@ -197,25 +191,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m examples.llama.generate",
         description="Continues a text with a trained model.",
     )
-    parser.add_argument(
-        "folder",
-        type=Path,
-        help="folder of a run of examples.llama.train, or of a Hugging Face model; "
-        "the exports blockwise_int8 and compressed-tensors are such models",
-    )
-    parser.add_argument("--prompt", help="text to continue (default: standard input)")
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="take the prompt as a user's message, in the model's chat template",
-    )
+    add = parser.add_argument
+    text = "folder of a run of examples.llama.train, or of a Hugging Face model, such "
+    text += "as the exports blockwise_int8 and compressed-tensors"
+    add("folder", type=Path, help=text)
+    add("--prompt", help="text to continue (default: standard input)")
+    text = "take the prompt as a user's message, in the model's chat template"
+    add("--chat", action="store_true", help=text)
     fields.add_options(parser, Sampling)
-    parser.add_argument(
-        "--weights",
-        choices=build.WEIGHTS,
-        help="what projections multiply by (default: the INT8 codes of a run with an "
-        "INT8 recipe, which fbq_jax.freeze makes; else floats)",
-    )
+    text = "what projections multiply by (default: the INT8 codes of a run with an "
+    text += "INT8 recipe, which fbq_jax.freeze makes; else floats)"
+    add("--weights", choices=build.WEIGHTS, help=text)
     return parser
 
 

@@ -44,26 +44,17 @@ RULES |= dict.fromkeys(("heads", "mlp", "expert", "vocab"), ("tensor",))
 
 # The options that select devices and processes.
 PARSER = argparse.ArgumentParser(add_help=False)
-PARSER.add_argument(
-    "--mesh",
-    default="",
-    help="devices along each axis, such as data=2,fsdp=2,tensor=2, or a subset",
-)
-PARSER.add_argument(
-    "--hosts",
-    nargs="?",
-    const="",
-    metavar="ADDRESS,N,I",
-    help="run as process I of N; ADDRESS is host:port of the first process. Leave out "
-    "the value on a cluster that JAX detects, such as Slurm",
-)
+_HELP = "devices along each axis, such as data=2,fsdp=2,tensor=2, or a subset"
+PARSER.add_argument("--mesh", default="", help=_HELP)
+_HELP = "run as process I of N, with host:port of the first process; on a cluster that "
+_HELP += "JAX detects, such as Slurm, without a value"
+PARSER.add_argument("--hosts", nargs="?", const="", metavar="ADDRESS,N,I", help=_HELP)
 
 
 def join(argv: Sequence[str]) -> None:
     """Connects to the other processes if `argv` contains --hosts.
 
-    Call it before JAX initializes its devices. Raises UserError if the value of --hosts
-    is malformed, or if JAX detects no cluster.
+    Call it before JAX initializes its devices. Raises UserError if it cannot connect.
     """
     hosts = PARSER.parse_known_args(argv)[0].hosts
     if hosts is None:
@@ -103,12 +94,8 @@ def make(text: str) -> Mesh | None:
     needed = math.prod(sizes.values())
     if needed > len(devices) or (processes > 1 and needed < len(devices)):
         raise UserError(f"mesh {text} needs {needed} devices, got {len(devices)}")
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=devices[:needed],
-    )
+    shape, names, types = (*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices[:needed])
 
 
 def use(devices: Mesh | None) -> AbstractContextManager[Any]:
@@ -122,24 +109,18 @@ def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
     The axes are keys of `RULES` or None. One whose size is not a multiple of its
     devices is replicated.
     """
-    return PartitionSpec(
-        *(
-            (_mesh_axes(name) or None) if size % shards(name) == 0 else None
-            for size, name in zip(shape, names, strict=True)
-        )
-    )
+    mesh = jax.sharding.get_abstract_mesh()
+    found: list[tuple[str, ...] | None] = []
+    for size, name in zip(shape, names, strict=True):
+        axes = tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
+        found.append(axes if axes and size % shards(name) == 0 else None)
+    return PartitionSpec(*found)
 
 
 def shards(name: str | None) -> int:
     """Returns how many shards a logical axis has over the mesh in use."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in _mesh_axes(name))
-
-
-def _mesh_axes(name: str | None) -> tuple[str, ...]:
-    """The axes of the mesh in use that shard a logical axis."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(axis, 1) for axis in RULES.get(name or "", ()))
 
 
 def specs(state: Any) -> Any:

@@ -40,16 +40,13 @@ MODEL_SIZES = ("hidden", "ffn", "layers", "heads", "kv_heads", "experts", "top_k
 class Command(NamedTuple):
     """What the command line asks for."""
 
-    # The folder of each run; with --compare, and its recipe.
-    runs: dict[Path, dict[str, str]]
+    runs: dict[Path, dict[str, str]]  # folders; with --compare, their recipes
     out: Path  # the folder of the run, or of the runs of a comparison
     resume: bool
     export: str | None  # the format to export the trained model in
     mesh: str  # the devices to train on, in the format of `mesh.make`
-    # The options of `Config` that the command line sets, and values of others. They
-    # are apart, because a resumed run takes the others from its own folder.
-    given: dict[str, Any]
-    defaults: dict[str, Any]
+    given: dict[str, Any]  # the options of `Config` that the command line sets
+    defaults: dict[str, Any]  # of others, which a resumed run takes from its folder
 
 
 def parse_command(argv: Sequence[str] | None = None) -> Command:
@@ -63,16 +60,16 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         if name in given:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} comes from the model of --from-hf")
-    compared = [name.strip() for name in (asked.compare or "").split(",")]
-    if asked.compare is None:
-        compared = []
-    elif "recipe" in given:
-        raise UserError("--compare names the recipes; leave --recipe out")
-    elif not 2 <= len(compared) == len(set(compared)):
-        got = repr(asked.compare)
-        raise UserError(f"--compare takes two or more different recipes, got {got}")
-    elif asked.export is not None:
-        raise UserError("--export takes one run; leave --compare out")
+    compared = []
+    if asked.compare is not None:
+        compared = [name.strip() for name in asked.compare.split(",")]
+        if "recipe" in given:
+            raise UserError("--compare names the recipes; leave --recipe out")
+        if not 2 <= len(compared) == len(set(compared)):
+            got = repr(asked.compare)
+            raise UserError(f"--compare takes two or more different recipes, got {got}")
+        if asked.export is not None:
+            raise UserError("--export takes one run; leave --compare out")
     defaults: dict[str, Any] = {}
     if asked.preset is not None:
         given = PRESETS[asked.preset] | given
@@ -94,29 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     fields.add_options(parser, Config)
     add = parser.add_argument
-    add(
-        "--preset",
-        choices=PRESETS,
-        help="set of defaults (default: tiny on a CPU, small on an accelerator)",
-    )
-    add(
-        "--compare",
-        metavar="RECIPES",
-        help="train with each of these recipes, such as bf16,block,fallback, on the "
-        "same data and seed",
-    )
-    add(
-        "--out",
-        type=Path,
-        help="folder of the run (default: runs/<recipe>, or runs/compare)",
-    )
+    text = "defaults (default: tiny on a CPU, small on an accelerator)"
+    add("--preset", choices=PRESETS, help=text)
+    text = "train with each of these recipes, such as bf16,block,fallback"
+    add("--compare", metavar="RECIPES", help=text)
+    text = "folder of the run (default: runs/<recipe>, or runs/compare)"
+    add("--out", type=Path, help=text)
     add("--resume", action="store_true", help="continue the run in --out, bit for bit")
-    add(
-        "--export",
-        choices=FORMATS,
-        help="also write the trained model's INT8 codes to a folder of this name in "
-        "--out, for a serving engine; with --resume, of a run that has ended",
-    )
+    text = "also write the trained INT8 codes to this folder in --out, for serving; "
+    text += "with --resume, of a run that has ended"
+    add("--export", choices=FORMATS, help=text)
     return parser
 
 
@@ -135,8 +119,7 @@ def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
     """Returns the options of each run, and whether to resume it.
 
     A resumed comparison also starts the runs that it had not reached, with the options
-    of the runs that it had started. Runs that differ in more than their recipe are an
-    error.
+    of the others. Runs that differ in more than their recipe are an error.
     """
     existing = [out for out in command.runs if has_run(out)]
     runs: dict[Path, tuple[Config, bool]] = {}
@@ -148,10 +131,8 @@ def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
         first, (reference, _) = next(iter(runs.items()))
         for name, value in dataclasses.asdict(reference).items():
             if name != "recipe" and (other := getattr(config, name)) != value:
-                raise UserError(
-                    f"{first} has {name} = {value} and {out} has {other}: they cannot "
-                    "be compared"
-                )
+                differ = f"{first} has {name} = {value} and {out} has {other}"
+                raise UserError(f"{differ}: they cannot be compared")
     for out, (config, resume) in runs.items():
         run_folder.check_folder(out, config, resume)
     return runs

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ from examples.llama.projections import why_not_fused
 from examples.llama.run_folder import checkpoints
 from examples.llama.step import (
     TrainState,
+    evaluate,
     init_state,
-    make_eval,
     make_optimizer,
     make_train_step,
 )
@@ -61,16 +61,10 @@ def train(
         with tokenizer_source(config, model.config) as like:
             hf.check_exportable(export, model, like=like)
     sizes = {"seq": config.seq, "batch": config.batch}
-    optimizer, schedule = make_optimizer(config)
-    loop = _Loop(
-        config=config,
-        out=out,
-        model=model,
-        data=batches(corpus, "train", seed=config.seed, **sizes),
-        train_step=make_train_step(model, optimizer, schedule),
-        evaluate=make_eval(model, batches(corpus, "val", seed=0, **sizes)),
-    )
-    state = init_state(model, optimizer, weights, config.seed)
+    data = batches(corpus, "train", seed=config.seed, **sizes)
+    val_data = batches(corpus, "val", seed=0, **sizes)
+    loop = _Loop(config, out, model, data, val_data)
+    state = init_state(model, make_optimizer(config)[0], weights, config.seed)
     first = mesh.is_first()  # enters the folder and prints for all processes
     with (
         run_folder.enter_folder(out, config, corpus, resume) if first else nullcontext()
@@ -94,22 +88,16 @@ def train(
 
 
 def _describe(config: Config, model: Llama, parameters: int, tokens: int) -> None:
-    devices, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
-    where = f"{devices} {backend}{'s' * (devices > 1)}"
-    print(
-        f"{config.recipe}: {parameters:,} parameters on {where}, {tokens:,} training "
-        "tokens"
-    )
-    if devices < found:
-        print(
-            f"note: {devices} of {found} devices in use; --mesh data={found} uses all"
-        )
+    used, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
+    where = f"{used} {backend}{'s' * (used > 1)}"
+    print(f"{config.recipe}: {parameters:,} parameters on {where}, {tokens:,} tokens")
+    if used < found:
+        print(f"note: {used} of {found} devices in use; --mesh data={found} uses all")
     if reason := why_not_fused(model.config, model.dot_general):
         print(f"note: {reason}")
     if config.from_hf is not None and (name := hf.quantization(config.from_hf)):
         print(
-            f"note: the weights of {config.from_hf} are INT8 ({name}); training starts "
-            "from codes times scales, in floats"
+            f"note: {config.from_hf} is INT8 ({name}): codes times scales are trained"
         )
 
 
@@ -144,7 +132,7 @@ def _check_nothing_is_missing(out: Path) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Loop:
     """The loop over the steps of a run."""
 
@@ -152,8 +140,7 @@ class _Loop:
     out: Path
     model: Llama
     data: Sequence[Any]
-    train_step: Callable[..., tuple[TrainState, dict[str, Any]]]
-    evaluate: Callable[[TrainState], float]
+    val_data: Sequence[Any]
 
     def run(self, state: TrainState) -> tuple[TrainState, bool]:
         """Takes the remaining steps.
@@ -164,6 +151,7 @@ class _Loop:
         config, first = self.config, int(state.step) + 1
         dot_general = self.model.dot_general
         recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
+        train_step = make_train_step(self.model, *make_optimizer(config))
         stats_before, stopped = state.stats(), False
         with (
             _open_log(self.out / "metrics.jsonl", first - 1) as log,
@@ -173,11 +161,10 @@ class _Loop:
             pending: list[dict[str, Any]] = []
             started = time.perf_counter()
             for step in range(first, config.steps + 1):
-                tokens = self.data[step - 1].reshape(
-                    config.accumulate, -1, config.seq + 1
-                )
+                tokens = self.data[step - 1]
+                tokens = tokens.reshape(config.accumulate, -1, config.seq + 1)
                 tokens = mesh.distribute(tokens, None, "batch", None)
-                state, measured = self.train_step(state, tokens)
+                state, measured = train_step(state, tokens)
                 pending.append({"step": step, **measured})
                 last = step == config.steps
                 evaluates = last or step % config.eval_every == 0
@@ -190,7 +177,7 @@ class _Loop:
                 records, pending = jax.device_get(pending), []
                 speed = self._speed((time.perf_counter() - started) / len(records))
                 if evaluates:
-                    records[-1]["val_loss"] = self.evaluate(state)
+                    records[-1]["val_loss"] = evaluate(self.model, state, self.val_data)
                 for record in records:
                     record |= speed
                     if log is not None:

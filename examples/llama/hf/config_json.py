@@ -269,7 +269,7 @@ def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     if (key := family.keys.get("query_pre_attn_scalar")) and stored[key] is None:
         stored[key] = config.head_dim
     kinds = config.layer_kinds()
-    if family.window != "none":
+    if family.window:
         stored["sliding_window"] = config.sliding_window
     if family.has_switch:
         stored["use_sliding_window"] = config.sliding_window is not None

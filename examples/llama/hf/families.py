@@ -9,10 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 
 def _layer(tensor: str, *parts: str) -> tuple[str, ...]:
-    """The names of tensors of a layer, one for each part, which takes the place of %s.
-
-    The first "{}" of a name stands for the layer, and the second for the expert.
-    """
+    """The tensors of a layer, the first "{}", with each part in place of %s."""
     tensors = [tensor % part for part in parts] or [tensor]
     return tuple(f"model.layers.{{}}.{tensor}" for tensor in tensors)
 
@@ -57,8 +54,7 @@ class Family(NamedTuple):
     aliases: Mapping[str, str] = {}
     # What transformers assumes for keys that config.json lacks.
     defaults: Mapping[str, Any] = {}
-    # Keys with the only value that the model implements, and keys that take null or
-    # false only, beside those of every family.
+    # Keys with their only value, and keys that take null or false only.
     constants: Mapping[str, Any] = {"hidden_act": "silu"}
     unsupported: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -66,9 +62,7 @@ class Family(NamedTuple):
     # layer_types: no layer; every layer; all but every n-th layer, where
     # sliding_window_pattern is n; or, if use_sliding_window is true, every layer, those
     # from max_window_layers on or those that do not rotate.
-    window: Literal["none", "every", "pattern", "switched", "last", "unrotated"] = (
-        "none"
-    )
+    window: Literal["", "every", "pattern", "switched", "last", "unrotated"] = ""
     layer_types: bool = False  # whether transformers reads them
     # The key of the rotary base of layers with a sliding window.
     local_rope_key: str | None = None
@@ -99,13 +93,10 @@ _GEMMA: dict[str, Any] = {
         "layers/post_mlp_norm/scale": _layer("post_feedforward_layernorm.weight"),
     },
 }
-_GEMMA_KEYS = {
-    "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "logit_softcap": "final_logit_softcapping",
-}
-_GEMMA_SETTINGS = {"unit_offset_norms": True, "post_norms": True} | {
-    "activation": "gelu_tanh"
-}
+_GEMMA_KEYS = {"query_pre_attn_scalar": "query_pre_attn_scalar"}
+_GEMMA_KEYS |= {"logit_softcap": "final_logit_softcapping"}
+_GEMMA_SETTINGS = {"unit_offset_norms": True, "post_norms": True}
+_GEMMA_SETTINGS |= {"activation": "gelu_tanh"}
 _GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GEMMA_DEFAULTS |= {"query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
@@ -167,9 +158,9 @@ _FAMILIES = (
         rope_types=("default",),
         window="every",
         tensors={
-            "layers/attention/qkv/dense/kernel": _layer("self_attn.qkv_proj.weight")
-            * 3,
-            "layers/mlp/gate_up/kernel": _layer("mlp.gate_up_proj.weight") * 2,
+            "layers/attention/qkv/dense/kernel": 3
+            * _layer("self_attn.qkv_proj.weight"),
+            "layers/mlp/gate_up/kernel": 2 * _layer("mlp.gate_up_proj.weight"),
         },
     ),
     Family(
