@@ -1,9 +1,8 @@
 """Checkpoints: written by Orbax and verified by checksums.
 
-Orbax writes a checkpoint under a temporary name and renames it when it is complete. It
-does not detect every later change of a byte, and it reports a truncated file in pages
-of text. `save` therefore stores the SHA-256 sums of the files beside them. A checkpoint
-is whole once they exist and match. `sha256sum --check SHA256SUMS` also reads them.
+Orbax does not detect every later change of a byte, and it reports a truncated file in
+pages of text. `save` therefore stores the SHA-256 sums of the files beside them. A
+checkpoint is whole once they exist and match; `sha256sum --check` also reads them.
 """
 
 import hashlib
@@ -69,8 +68,7 @@ def find(folder: Path) -> Found:
     A checkpoint without checksums is incomplete: its writing was interrupted. If none
     is whole and at least one has changed since it was written, raises UserError.
     """
-    skipped: list[str] = []
-    changed = False
+    skipped, changed = [], False
     for step in reversed(_steps(folder)):
         if (problem := _problem(folder / str(step))) is None:
             return Found(step, skipped)
@@ -79,17 +77,13 @@ def find(folder: Path) -> Found:
     if changed:
         raise UserError(
             f"{folder} holds no checkpoint that is whole: {'; '.join(skipped)}. Repair "
-            "the files, or start again with another --out."
+            "the files, or set another --out"
         )
     return Found(None, skipped)
 
 
 def restore(folder: Path, like: T) -> T:
-    """Reads the newest checkpoint, as `read`.
-
-    Raises UserError also if there is none, or if its files have changed: it never reads
-    an older one.
-    """
+    """Reads the newest checkpoint, as `read`; if it is not whole, raises UserError."""
     step, skipped = find(folder)
     if skipped:
         raise UserError(f"{skipped[0]}. --resume writes it again.")
@@ -111,8 +105,7 @@ def read(folder: Path, step: int, like: T) -> T:
     except ValueError as error:
         raise UserError(
             f"the checkpoint {folder / str(step)} belongs to another model or to "
-            "another version of this example: its arrays have other names or shapes. "
-            "Start again with another --out, or continue with its version."
+            "another version of this example, with other arrays: set another --out"
         ) from error
 
 
@@ -128,25 +121,22 @@ def _problem(checkpoint: Path) -> str | None:
         sums = (checkpoint / _SUMS).read_bytes()
         if sums == _checksums(checkpoint).encode():
             return None
-        reason = "its files do not match their checksums"
+        problem = "is damaged: its files do not match their checksums"
     except FileNotFoundError:
-        return (
-            f"the checkpoint {checkpoint} is incomplete: it has no {_SUMS}, because "
-            "its writing was interrupted"
-        )
+        problem = f"is incomplete: its writing was interrupted before {_SUMS}"
     except OSError as error:
-        reason = f"it cannot be read ({error})"
-    return f"the checkpoint {checkpoint} is damaged: {reason}"
+        problem = f"is damaged: it cannot be read ({error})"
+    return f"the checkpoint {checkpoint} {problem}"
 
 
 def _checksums(folder: Path) -> str:
-    lines = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if path.stem != _SUMS:
+    lines = ""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.stem != _SUMS:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            lines.append(f"{digest}  {path.relative_to(folder)}\n")
-    return "".join(lines)
+            lines += f"{digest}  {path.relative_to(folder)}\n"
+    return lines
 
 
 @contextmanager

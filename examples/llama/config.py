@@ -40,24 +40,19 @@ class Config:
     from_hf: str | None = option(
         None,
         "folder of a Hugging Face model (Llama, Qwen, Mistral, Mixtral, Phi-3, "
-        "SmolLM3, Gemma) that provides the sizes, the initial weights and the "
-        "tokenizer",
+        "SmolLM3, Gemma): sizes, initial weights and tokenizer",
     )
     seed: Seed = option(0, "seed of the initial weights and of the data order")
     hidden: Size = option(256, "width of the residual stream")
-    ffn: Size = option(
-        768, "width of the MLP; with --experts, of a token's experts together"
-    )
+    ffn: Size = option(768, "width of the MLP, or of a token's experts together")
     layers: Size = option(4, "number of layers")
     heads: Size = option(4, "number of query heads")
     kv_heads: Size = option(2, "number of key and value heads")
     experts: Size | None = option(
-        None, "number of experts that take the place of each MLP (default: one MLP)"
+        None, "number of experts in place of each MLP (default: one MLP)"
     )
     top_k: Size | None = option(
-        None,
-        "experts of each token, each of the width ffn / top_k, so that a token passes "
-        "through as many parameters as with one MLP (default: 2 with --experts)",
+        None, "experts of each token, of the width ffn / top_k (default: 2)"
     )
     remat: Remat = option(
         "none",
@@ -66,8 +61,8 @@ class Config:
     )
     unroll: bool = option(
         False,
-        "compile each layer by itself instead of a loop over the layers: compilation "
-        "takes longer, and a step copies less",
+        "compile each layer by itself, not a loop over them: slower to compile, "
+        "faster to run",
     )
     saved_bits: SavedBits | Literal[0] | None = option(
         None,
@@ -76,9 +71,8 @@ class Config:
     )
     reduce: Literal["float32", "bfloat16", "int8"] | None = option(
         None,
-        "dtype in which devices sum their partial INT8 products: float32, bfloat16, "
-        "int8; int8 applies to weight gradients only (default: the model's dtype, in "
-        "which XLA sums all other products)",
+        "dtype in which devices sum their partial INT8 products: float32, bfloat16, or "
+        "int8 for weight gradients only (default: the model's dtype)",
     )
     batch: Size = option(8, "sequences per step")
     accumulate: Size = option(1, "microbatches per step")
@@ -86,9 +80,7 @@ class Config:
     steps: Size = option(150, "optimizer steps; the first tenth is the warmup")
     lr: Positive = option(2e-3, "peak learning rate (2e-5 with --from-hf)")
     clip: FromZero = option(1.0, "maximum gradient norm; 0 disables clipping")
-    log_every: Size = option(
-        1, "steps between reads of the metrics, each of which waits for the device"
-    )
+    log_every: Size = option(1, "steps between reads of the metrics, which wait")
     eval_every: Size = option(50, "steps between validations")
     save_every: Natural = option(
         50, "steps between checkpoints; 0 writes no checkpoint, picture or model"
@@ -139,10 +131,8 @@ class Config:
         """
         dot_general = RECIPES[self.recipe]
         if experts and isinstance(dot_general, Fp8Dot):
-            raise UserError(
-                "experts take any recipe but fp8_delayed and fp8_current, got "
-                f"{self.recipe}"
-            )
+            fp8 = "fp8_delayed and fp8_current"
+            raise UserError(f"experts take any recipe but {fp8}, got {self.recipe}")
         if self.reduce is None:
             return dot_general
         if experts:

@@ -49,15 +49,14 @@ class Corpus:
         largest = max(int(part.max(initial=0)) for part in (self.train, self.val))
         if largest >= vocab_size:
             raise UserError(
-                f"the data has token id {largest}; the model's vocabulary has "
-                f"{vocab_size} ids, so it accepts 0 to {vocab_size - 1}"
+                f"the data has token id {largest}; the model's vocabulary accepts 0 to "
+                f"{vocab_size - 1}"
             )
 
     def fingerprint(self) -> dict[str, int]:
         """Returns the sizes in tokens and a checksum, which identify the corpus.
 
-        The checksum covers one to two million evenly spaced tokens of each part, which
-        is all of a small corpus and fast for a large one.
+        The checksum covers one to two million evenly spaced tokens of each part.
         """
         crc = 0
         for part in (self.train, self.val):
@@ -72,15 +71,11 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
     Args:
         path: One of the following. A text file: its last 20th is held out. A folder
             of UTF-8 files: every 20th file is held out, or the last 20th of the text
-            if there are fewer than 20 files. A nanoGPT `.bin` file of uint16 token
-            ids, or a folder with `train.bin` and `val.bin`; a `tokenizer.json` beside
-            them sets the vocabulary size. None reads the source of the running Python's
-            standard library.
-        tokenizer: Encodes each document separately, and marks the beginning of a
-            document as Llama's tokenizer does. None uses the bytes as token ids, with
-            a NUL between documents.
-
-    Raises UserError if `path` does not exist or cannot be read.
+            if there are fewer. A nanoGPT `.bin` file of uint16 token ids, or a folder
+            with `train.bin` and `val.bin`; a `tokenizer.json` beside them sets the
+            vocabulary size. None reads the source of Python's standard library.
+        tokenizer: Encodes each document by itself. None uses the bytes as token ids,
+            with a NUL between documents.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     if not root.exists():
@@ -139,11 +134,11 @@ def _from_texts(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> 
     if not any(texts):
         raise UserError(f"data: {path} holds no text (non-empty UTF-8 files)")
     vocab_size = tokenizer.get_vocab_size() if tokenizer else 256
-    if len(texts) < HELD_OUT:
-        return Corpus(*_split_tail(_encode(texts, path, tokenizer)), vocab_size)
     held_out = texts[HELD_OUT - 1 :: HELD_OUT]
     del texts[HELD_OUT - 1 :: HELD_OUT]
     train = _encode(texts, path, tokenizer)
+    if not held_out:
+        return Corpus(*_split_tail(train), vocab_size)
     return Corpus(train, _encode(held_out, path, tokenizer), vocab_size)
 
 
@@ -157,20 +152,17 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
             chunk = tokenizer.encode_batch(decoded[start : start + _CHUNK])
             ids += [np.array(encoding.ids, np.uint32) for encoding in chunk]
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"data: {path} is not UTF-8 ({error}), as the tokenizer requires"
-        ) from error
+        why = f"({error}), as the tokenizer requires"
+        raise UserError(f"data: {path} is not UTF-8 {why}") from error
     except Exception as error:  # the library raises no narrower one
         raise UserError(f"data: the tokenizer cannot encode {path}: {error}") from error
     return np.concatenate(ids)
 
 
 def _memory_map(path: Path) -> np.ndarray:
-    size = path.stat().st_size
-    if size == 0 or size % 2:
-        raise UserError(
-            f"data: {path} has {size} bytes; a .bin file holds uint16 token ids"
-        )
+    if not (size := path.stat().st_size) or size % 2:
+        holds = "a .bin file holds uint16 token ids"
+        raise UserError(f"data: {path} has {size} bytes; {holds}")
     return np.memmap(path, np.uint16, mode="r")
 
 

@@ -33,9 +33,7 @@ class LayerKind(NamedTuple):
 class LlamaConfig:
     """The sizes and numerics of a Llama.
 
-    Raises:
-        UserError: A field has another type or is out of range. The message names the
-            field and what it accepts.
+    Raises UserError, which names a field that is not accepted.
     """
 
     vocab_size: Size
@@ -72,9 +70,9 @@ class LlamaConfig:
     num_experts: Size | None = None  # in place of each MLP; None for one MLP
     top_k: Size = 2  # the experts of each token
     renormalize: bool = True  # a token's experts have weights that sum to 1
-    # The weight in training of the loss that balances the experts of a layer,
-    # num_experts * sum(f * p). As transformers counts it, f is the share of the tokens
-    # that select an expert, and sums to top_k; p is the expert's mean probability.
+    # The weight of the loss that balances experts, num_experts * sum(f * p). As
+    # transformers counts it, f is the share of the tokens that select an expert, and
+    # sums to top_k; p is the expert's mean probability.
     router_aux_loss_coef: FromZero = 0.01
 
     embed_scale: Positive = 1.0  # multiplies the embeddings that enter the first layer
@@ -100,9 +98,8 @@ class LlamaConfig:
         layers = range(self.num_layers)
         for name in ("nope_layers", "sliding_layers"):
             if any(layer not in layers for layer in getattr(self, name) or ()):
-                listed = reprlib.repr(getattr(self, name))
-                n = len(layers)
-                raise UserError(f"{name} takes indices of the {n} layers, got {listed}")
+                n, got = len(layers), reprlib.repr(getattr(self, name))
+                raise UserError(f"{name} takes indices of the {n} layers, got {got}")
         theta, dim, experts = self.rope_theta, self.head_dim, self.num_experts
         if dim % 2:
             raise UserError(f"head_dim takes an even number, got {dim}")
