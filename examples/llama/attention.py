@@ -26,10 +26,9 @@ def attend(
     """Causal grouped-query attention, ``softmax(q k' * scale) v``.
 
     `choose` takes cuDNN, JAX's Splash attention for TPUs, or XLA. All accumulate in
-    float32, and their results differ by rounding. For the backward pass cuDNN and
-    Splash save their operands, their output and a float32 statistic per row; XLA saves
-    the probabilities, [B, heads, S, S]. A warning says why XLA computes attention where
-    the device has another implementation.
+    float32. For the backward pass cuDNN and Splash save their operands, their output
+    and a float32 statistic per row; XLA saves the probabilities, [B, heads, S, S]. A
+    warning says why XLA computes attention on a device that has another implementation.
 
     Args:
         q: Queries, bfloat16 or float32 [B, S, heads, head_dim].
@@ -102,12 +101,8 @@ def choose(
 ) -> tuple[Literal["cudnn", "splash", "xla"], str | None]:
     """Chooses the implementation of attention on JAX's default backend.
 
-    ``"cudnn"`` runs on NVIDIA GPUs of compute capability 8.0 or above, ``"splash"`` on
-    TPUs.
-
-    Returns:
-        The implementation, and why it is not the one that the device has; None if it
-        is, or if the device has none for the dtype.
+    Also says why it is not the one that the device has; None if it is, or if the device
+    has none for the dtype.
     """
     if jax.default_backend() == "tpu":
         if seq % _LANES == 0 and dtype != jnp.float16:
@@ -153,13 +148,12 @@ def _splash(
         mask = splash.LocalMask((seq, seq), (window - 1, 0), 0)
     side = next(side for side in (512, 256, _LANES) if seq % side == 0)
     sides = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    options: dict[str, Any] = {f"block_{name}": side for name in sides}
-    blocks = splash.BlockSizes(**options)
+    blocks: dict[str, Any] = {f"block_{name}": side for name in sides}
 
     def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         kernel = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([mask] * q.shape[2]),
-            block_sizes=blocks,
+            block_sizes=splash.BlockSizes(**blocks),
             attn_logits_soft_cap=softcap,
         )
         out: jax.Array = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)))
@@ -167,10 +161,8 @@ def _splash(
 
     run: Any = attend_shard
     if not jax.sharding.get_abstract_mesh().empty:
+        of_q, of_k = specs
         run = jax.shard_map(
-            attend_shard,
-            in_specs=(specs[0], specs[1], specs[1]),
-            out_specs=specs[0],
-            check_vma=False,
+            run, in_specs=(of_q, of_k, of_k), out_specs=of_q, check_vma=False
         )
     return run(q, k, v).reshape(*q.shape[:2], heads * head_dim)

@@ -30,10 +30,9 @@ def per_token(config: LlamaConfig, seq_len: int) -> int:
 
         6 * (parameters of matrix products) + 12 * heads * head_dim * (keys of a query)
 
-    A multiply-add takes 2 FLOPs in the forward pass and 4 in the backward pass. The
-    keys are the mean number that are not masked, summed over the layers; PaLM counts
-    the whole sequence. The embedding lookup counts nothing. The head counts even if it
-    shares the embedding table. Of experts, those that a token selects count.
+    The keys are the mean number that are not masked, summed over the layers; PaLM
+    counts the whole sequence. The head counts even if it shares the embedding table.
+    Of experts, those that a token selects count.
     """
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim

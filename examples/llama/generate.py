@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,36 +67,31 @@ def sample(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
     return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-class Generator:
-    """Continues prompts of one length, with at most ``how.tokens``.
+def make_generator(
+    model: Llama, variables: dict[str, Any], how: Sampling, length: int
+) -> Callable[[Sequence[int]], Iterator[int]]:
+    """Returns a function that yields the tokens that follow a prompt of this length.
 
     It compiles two programs: one reads the prompt, the other one token. Prompts are not
     padded, because padding would share the scales of quantized activations with them.
     """
+    variables = jax.device_put(variables)
+    empty = empty_cache(model.config, 1, length + how.tokens)
+    read, step = (
+        draw.lower(model, how, variables, shape, empty, jax.random.key(0)).compile()
+        for shape in (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (length, 1))
+    )
 
-    def __init__(
-        self, model: Llama, variables: dict[str, Any], how: Sampling, *, prompt: int
-    ):
-        """Compiles the programs for prompts of ``prompt`` tokens."""
-        self._how, self._variables = how, jax.device_put(variables)
-        self._cache = empty_cache(model.config, 1, prompt + how.tokens)
-
-        def compiled(tokens: int) -> Any:
-            shape = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-            operands = self._variables, shape, self._cache, jax.random.key(0)
-            return draw.lower(model, how, *operands).compile()
-
-        self._read, self._step = compiled(prompt), compiled(1)
-
-    def __call__(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Yields the tokens that follow a prompt."""
-        text, key = jnp.asarray([prompt], jnp.int32), jax.random.key(self._how.seed)
-        cache = jax.tree.map(jnp.copy, self._cache)  # a step donates it
-        drawn, cache = self._read(self._variables, text, cache, key)
-        for _ in range(self._how.tokens - 1):
+    def generate(prompt: Sequence[int]) -> Iterator[int]:
+        text, key = jnp.asarray([prompt], jnp.int32), jax.random.key(how.seed)
+        cache = jax.tree.map(jnp.copy, empty)  # a step donates it
+        drawn, cache = read(variables, text, cache, key)
+        for _ in range(how.tokens - 1):
             yield int(drawn[0, 0])
-            drawn, cache = self._step(self._variables, drawn, cache, key)
+            drawn, cache = step(variables, drawn, cache, key)
         yield int(drawn[0, 0])
+
+    return generate
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -127,11 +122,8 @@ def write(asked: argparse.Namespace) -> None:
     _check_prompt(prompt, config.vocab_size, config.max_seq_len)
     fitting = min(how.tokens, config.max_seq_len - length)
     times = [time.perf_counter()]
-    generator = Generator(
-        *(found.model, found.variables),
-        dataclasses.replace(how, tokens=fitting),
-        prompt=length,
-    )
+    how_many = dataclasses.replace(how, tokens=fitting)
+    generator = make_generator(found.model, found.variables, how_many, length)
     times.append(time.perf_counter())
     if not asked.chat:
         text = to_bytes(text).decode(errors="replace").rstrip(_INCOMPLETE)

@@ -29,7 +29,6 @@ _ODD = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 class MetricsLog:
     """Writes one JSON object per step, each on its own line, without buffering.
 
-    Numbers that are not finite are written as null, because JSON cannot express them.
     `missing` counts the steps up to `after_step` that have no record, and `moved` the
     lines that moved to `metrics.repeated.jsonl`.
     """
@@ -38,7 +37,7 @@ class MetricsLog:
         """Opens `path` to continue after a step.
 
         The lines of later steps, which will run again, and damaged lines move to the
-        end of `metrics.repeated.jsonl` beside it. Failing to write raises UserError.
+        end of `metrics.repeated.jsonl` beside it.
         """
         self._path = path
         with writing(self._path):
@@ -110,14 +109,13 @@ def _plain(tree: Any) -> Any:
 class Summary:
     """The mean loss of the last 20 steps, the last validation loss and median speeds.
 
-    NaN stands for what no record holds. The model FLOP utilization is a fraction of the
-    device's bfloat16 peak; None if the peak is unknown.
+    NaN stands for what no record holds.
     """
 
     loss: float
     val_loss: float
     tokens_per_s: float
-    mfu: float | None
+    mfu: float | None  # of the device's bfloat16 peak; None if it is unknown
 
 
 def summarize(out: Path) -> Summary:
@@ -139,25 +137,21 @@ def summarize(out: Path) -> Summary:
 def report(out: Path) -> str:
     """Describes the finished run in `out`: its losses, its speed and its files."""
     run = summarize(out)
+    loss = f"{run.loss:.4f} training (mean of the last 20 steps)"
     mfu = "" if run.mfu is None else f", {run.mfu:.1%} model FLOP utilization"
-    lines = [
-        f"  loss         {run.loss:.4f} training (mean of the last 20 steps), "
-        f"{run.val_loss:.4f} validation",
-        f"  speed        {run.tokens_per_s:,.0f} tokens/s{mfu}",
-    ]
+    lines = {"loss": f"{loss}, {run.val_loss:.4f} validation"}
+    lines["speed"] = f"{run.tokens_per_s:,.0f} tokens/s{mfu}"
     files = {"picture": "curves.png", "metrics": "metrics.jsonl"}
-    for name, file in (files | {"checkpoints": "checkpoints", "model": "hf"}).items():
-        if (path := out / file).exists():
-            lines.append(f"  {name:13}{path}")
-    return "\n".join(lines)
+    files |= {"checkpoints": "checkpoints", "model": "hf"}
+    lines |= {n: str(out / file) for n, file in files.items() if (out / file).exists()}
+    return "\n".join(f"  {name:13}{line}" for name, line in lines.items())
 
 
 def versions(*packages: str) -> dict[str, str]:
     """Returns the versions of Python, of packages and of this library."""
     found = {package: version(package) for package in packages}
-    # The library need not be installed.
-    own = {"fbq-jax": fbq_jax.__version__}
-    return {"python": platform.python_version(), **found, **own}
+    found["fbq-jax"] = fbq_jax.__version__  # which need not be installed
+    return {"python": platform.python_version(), **found}
 
 
 def write_comparison(runs: list[Path], path: Path) -> None:
@@ -176,15 +170,11 @@ def write_comparison(runs: list[Path], path: Path) -> None:
 
 def compare(runs: list[Path]) -> str:
     """Returns a table of final losses, with the differences from the first run."""
-    summaries = [summarize(out) for out in runs]
-    first, names = summaries[0], max(12, *(len(out.name) + 2 for out in runs))
+    first, width = summarize(runs[0]), max(12, *(len(out.name) + 2 for out in runs))
     head = f"{'training loss':^20}{'validation loss':^20}{'tokens/s':>12}"
-    lines = [" " * names + head]
-    lines += [
-        f"{out.name:{names}}"
-        f"{run.loss:10.4f} {run.loss - first.loss:+8.4f} "
-        f"{run.val_loss:10.4f} {run.val_loss - first.val_loss:+8.4f} "
-        f"{run.tokens_per_s:12,.0f}"
-        for out, run in zip(runs, summaries, strict=True)
-    ]
+    lines = [" " * width + head]
+    for out, run in zip(runs, map(summarize, runs), strict=True):
+        line = f"{out.name:{width}}{run.loss:10.4f} {run.loss - first.loss:+8.4f} "
+        line += f"{run.val_loss:10.4f} {run.val_loss - first.val_loss:+8.4f} "
+        lines.append(line + f"{run.tokens_per_s:12,.0f}")
     return "\n".join(lines)

@@ -33,9 +33,9 @@ class LinearScaling:
 class Llama3Scaling:
     """The scaling of Llama 3.1.
 
-    Rotations that complete more than ``high_freq_factor`` turns in the original context
-    keep their frequency, those with fewer than ``low_freq_factor`` are slowed down by
-    ``factor``. In between, the scale is interpolated in the number of turns.
+    Rotations of more than ``high_freq_factor`` turns in the original context keep their
+    frequency, those of fewer than ``low_freq_factor`` are slowed down by ``factor``. In
+    between, the scale is interpolated in the number of turns.
     """
 
     attention_factor: ClassVar[float] = 1.0
@@ -47,10 +47,9 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         fields.check(self)
         if self.high_freq_factor <= self.low_freq_factor:
-            low, got = f"({self.low_freq_factor})", f"got {self.high_freq_factor}"
-            raise UserError(
-                f"high_freq_factor takes a number above low_freq_factor {low}, {got}"
-            )
+            low, high = self.low_freq_factor, self.high_freq_factor
+            number = f"a number above low_freq_factor ({low})"
+            raise UserError(f"high_freq_factor takes {number}, got {high}")
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
         """Returns the scaled rotation frequencies, in radians per token."""
@@ -64,11 +63,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071).
 
-    Rotations that complete more than ``beta_fast`` turns in the original context keep
-    their frequency, those with fewer than ``beta_slow`` are slowed down by ``factor``.
-    In between, the scale is interpolated in the channel, from whole channels if
-    ``truncate`` is true. ``attention_factor`` multiplies cosines and sines; None means
-    ``0.1 * log(factor) + 1``.
+    It is like `Llama3Scaling` with ``beta_fast`` and ``beta_slow`` turns, interpolated
+    in the channel, from whole channels if ``truncate`` is true. ``attention_factor``
+    multiplies cosines and sines; None means ``0.1 * log(factor) + 1``.
     """
 
     factor: FromOne
@@ -84,9 +81,9 @@ class YarnScaling:
             factor = 0.1 * math.log(self.factor) + 1
             object.__setattr__(self, "attention_factor", factor)
         if self.beta_fast < self.beta_slow:
+            slow, fast = self.beta_slow, self.beta_fast
             raise UserError(
-                f"beta_fast takes a number of at least beta_slow ({self.beta_slow}), "
-                f"got {self.beta_fast}"
+                f"beta_fast takes a number of at least beta_slow ({slow}), got {fast}"
             )
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:

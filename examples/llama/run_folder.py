@@ -37,11 +37,7 @@ def has_run(out: Path) -> bool:
 
 
 def check_folder(out: Path, config: Config, resume: bool) -> None:
-    """Checks that a run can be in `out`, before its data is read.
-
-    Raises UserError if a new run's folder is in use or lies inside the data, or if
-    there is no run to resume.
-    """
+    """Raises UserError if a run cannot be in `out`, before its data is read."""
     if resume:
         read_options(out)
     elif has_run(out):
@@ -67,9 +63,7 @@ def enter_folder(
     """Keeps other runs out of the folder until the end of the block.
 
     It writes the config.json of a new run, or checks a resumed run against its own. Of
-    the processes of one run, only the first enters. Raises UserError if the resumed run
-    has other data or options that it must not change, if the folder cannot be created,
-    or if another process is in it.
+    the processes of one run, only the first enters.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -96,11 +90,8 @@ def _lock(file: int, out: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
-        print(
-            f"warning: the file system of {out} has no locks ({error.strerror}): do "
-            "not start another run in this folder",
-            file=sys.stderr,
-        )
+        what = f"the file system of {out} has no locks ({error.strerror})"
+        print(f"warning: {what}: start no other run in it", file=sys.stderr)
 
 
 def _options(config: Config, corpus: Corpus) -> dict[str, Any]:
@@ -111,16 +102,16 @@ def _options(config: Config, corpus: Corpus) -> dict[str, Any]:
 def _check_same_run(out: Path, config: Config, corpus: Corpus) -> None:
     options, stored = _options(config, corpus), read_options(out)
     if options["corpus"] != stored["corpus"]:
+        now = f"data = {config.data} has {options['corpus']}"
+        before = f"data = {stored['data']} had {stored['corpus']}"
         raise UserError(
-            f"the run in {out} cannot be resumed with other data than before: "
-            f"data = {config.data} has {options['corpus']}, and data = "
-            f"{stored['data']} had {stored['corpus']}"
+            f"{out} cannot be resumed with other data than before: {now}, and {before}"
         )
     for name, value in stored.items():
         if name not in CHANGEABLE and options[name] != value:
+            other = f"{name} = {options[name]}"
             raise UserError(
-                f"the run in {out} has {name} = {value}, so it cannot be resumed with "
-                f"{name} = {options[name]}"
+                f"{out} has {name} = {value}, so it cannot be resumed with {other}"
             )
 
 
@@ -147,18 +138,15 @@ def read_config(out: Path) -> Config:
 
 
 def read_options(out: Path) -> dict[str, Any]:
-    """Reads the options of the run in `out` and the fingerprint of its corpus.
-
-    Raises UserError if there is no run or if another version of this example wrote it.
-    """
+    """Reads the options of the run in `out` and the fingerprint of its corpus."""
     file = out / "config.json"
     if not file.exists():
         raise UserError(f"{out} holds no run to resume: {file} does not exist")
     options = read_json(file)
     known = {option.name for option in dataclasses.fields(Config)} | FACTS
     if options.keys() != known:
+        names = ", ".join(sorted(options.keys() ^ known))
         raise UserError(
-            f"another version of this example wrote {file}; the versions differ in "
-            f"{', '.join(sorted(options.keys() ^ known))}"
+            f"another version of this example wrote {file}; they differ in {names}"
         )
     return options

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from examples.llama.config import Config
@@ -29,12 +32,9 @@ def to_bytes(text: str) -> bytes:
 
 
 class Bytes:
-    """Turns text into bytes and back, the tokens of models that were trained on them.
+    """Turns text into bytes, which are the tokens of some models, and back."""
 
-    `stops` are the tokens that end a text.
-    """
-
-    stops = frozenset(SEPARATOR)
+    stops = frozenset(SEPARATOR)  # the tokens that end a text
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of a text."""
@@ -51,17 +51,12 @@ class Bytes:
 
 
 class TokenizerOf:
-    """Turns text into tokens and back with the tokenizer of a checkpoint's folder.
-
-    `stops` are the tokens that end a text. Without a tokenizer, raises UserError.
-    """
+    """Turns text into tokens and back with the tokenizer of a checkpoint's folder."""
 
     def __init__(self, folder: Path):
-        tokenizer = load_tokenizer(folder)
-        if tokenizer is None:
-            raise UserError(
-                f"{folder} has no {TOKENIZER}, which turns text into tokens"
-            )
+        if (tokenizer := load_tokenizer(folder)) is None:
+            what = f"{TOKENIZER}, which turns text into tokens"
+            raise UserError(f"{folder} has no {what}")
         self._folder, self._tokenizer = folder, tokenizer
         # The texts of special tokens by their role, such as "bos_token".
         self._special: dict[str, str] = {}
@@ -69,7 +64,7 @@ class TokenizerOf:
             content = token.get("content") if isinstance(token, dict) else token
             if role.endswith("_token") and isinstance(content, str):
                 self._special[role] = content
-        self.stops = self._find_stops()
+        self.stops = self._find_stops()  # the tokens that end a text
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with those that begin a document."""
@@ -82,10 +77,7 @@ class TokenizerOf:
         return ids
 
     def encode_chat(self, text: str) -> list[int]:
-        """Returns the tokens of a user's message, up to where the answer begins.
-
-        Raises UserError if there is no chat template that can be filled in.
-        """
+        """Returns the tokens of a user's message, up to where the answer begins."""
         _check_characters(text)
         messages = [{"role": "user", "content": text}]
         prompt = _render(self._template(), messages=messages, **self._special)
@@ -105,9 +97,9 @@ class TokenizerOf:
                 listed = ids if isinstance(ids, list) else [ids]
                 if all(type(i) is int for i in listed):
                     return frozenset(listed)
+                got = json.dumps(ids)
                 raise CheckpointError(
-                    f"{self._folder / name}: eos_token_id takes a token or a list of "
-                    f"them, got {json.dumps(ids)}"
+                    f"{name}: eos_token_id takes a token or a list of them, got {got}"
                 )
         end = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         return frozenset() if end is None else frozenset({end})
@@ -122,10 +114,7 @@ class TokenizerOf:
             named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default")
         if not isinstance(template, str):
-            raise UserError(
-                f"{self._folder} has no chat template: leave --chat out, or add "
-                "chat_template.jinja"
-            )
+            raise UserError(f"{self._folder} has no chat template: leave --chat out")
         return template
 
 
@@ -147,21 +136,12 @@ def _check_characters(text: str) -> None:
     try:
         to_bytes(text).decode()
     except UnicodeError as error:
-        raise UserError(
-            f"the prompt is not UTF-8 ({error}), as the tokenizer requires"
-        ) from error
+        why = f"({error}), as the tokenizer requires"
+        raise UserError(f"the prompt is not UTF-8 {why}") from error
 
 
 def _render(template: str, **values: Any) -> str:
     """Fills in a chat template as transformers does."""
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "--chat takes the package jinja2: pip install 'fbq-jax[examples]'"
-        ) from error
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -187,7 +167,7 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     folder = _tokenizer_of(config)
     tokenizer = byte_tokenizer() if folder is None else load_tokenizer(folder)
     if config.from_hf is not None or tokenizer is None:
-        yield folder if config.from_hf is not None else None
+        yield None if config.from_hf is None else folder
         return
     ids = {"eos_token_id": SEPARATOR[0]} if folder is None else {}
     contents = {
@@ -209,8 +189,7 @@ def byte_tokenizer() -> Tokenizer:
     >>> byte_tokenizer().encode("né").ids, list("né".encode())
     ([110, 195, 169], [110, 195, 169])
     """
-    # Printable characters of Latin-1 show themselves; the other bytes have those from
-    # U+0100, in order.
+    # Printable characters of Latin-1 show themselves, other bytes those from U+0100.
     shown = set(map(ord, pre_tokenizers.ByteLevel.alphabet()))
     others = iter(sorted(code for code in shown if code > 255))
     codes = (byte if byte in shown else next(others) for byte in range(256))

@@ -44,14 +44,13 @@ def train(
     Args:
         config: The options of the run.
         out: The folder of the run: a new one, or the one to resume.
-        resume: Whether to continue the run in `out`. Its steps then equal the steps of
-            an uninterrupted run bit for bit. `config` may have another path of the same
-            data, and other intervals between logs, validations and checkpoints.
+        resume: Whether to continue the run in `out`, bit for bit. `config` may differ
+            in `run_folder.CHANGEABLE`.
         export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
             also written to the folder of this name in `out`. None writes none.
 
-    Raises UserError, ExportError or OSError; nothing is written if the options, the
-    data or an export of the model are not possible.
+    Raises UserError, ExportError or OSError; nothing is written if what is asked for is
+    not possible.
     """
     run_folder.check_folder(out, config, resume)
     mesh.wait("checked")
@@ -125,10 +124,10 @@ def _check_nothing_is_missing(out: Path) -> None:
     taken = max((record["step"] for record in metrics.read(log)), default=0)
     saved = taken > min(config.save_every, config.steps) or not folder.exists()
     if config.save_every and taken and saved:
+        problem = "is empty" if folder.exists() else "does not exist"
         raise UserError(
-            f"{folder} {'is empty' if folder.exists() else 'does not exist'}, but the "
-            f"run has taken {taken} steps ({log}): mount the file system that holds "
-            "its checkpoints. If they are lost, start again with another --out."
+            f"{folder} {problem}, but the run has taken {taken} steps ({log}): mount "
+            "the file system that holds its checkpoints, or set another --out"
         )
 
 
@@ -212,10 +211,8 @@ def _open_log(file: Path, after_step: int) -> Any:
         return nullcontext()
     log = metrics.MetricsLog(file, after_step)
     if log.moved:
-        print(
-            f"continues after step {after_step}: {log.moved} later or damaged lines of "
-            f"{file} moved to {file.with_suffix('.repeated.jsonl')}"
-        )
+        moved = f"{log.moved} later or damaged lines of {file}"
+        print(f"{moved} moved to {file.with_suffix('.repeated.jsonl')}")
     if log.missing:
         print(f"warning: {file} lacks {log.missing} of the {after_step} steps so far")
     return closing(log)
@@ -226,9 +223,8 @@ def check_finite(record: dict[str, Any], out: Path) -> None:
     for name in ("loss", "grad_norm", "val_loss"):
         if not math.isfinite(record.get(name, 0.0)):
             raise DivergedError(
-                f"{name} is {record[name]} at step {record['step']} "
-                f"({out / 'metrics.jsonl'} has all steps); try a smaller --lr and "
-                "another --out"
+                f"{name} is {record[name]} at step {record['step']} (see {out}); try a "
+                "smaller --lr and another --out"
             )
 
 

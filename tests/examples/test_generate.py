@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -178,13 +177,10 @@ def test_chat_templates_are_found(chat, where):
     assert TokenizerOf(chat).encode_chat("two") == [0, 2, 5, 1, 3]
 
 
-def test_templates_that_cannot_be_filled_in_are_an_error(chat, monkeypatch):
+def test_templates_that_cannot_be_filled_in_are_an_error(chat):
     pytest.importorskip("jinja2", reason="fills in templates")
     (chat / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
     with pytest.raises(UserError, match="cannot be filled in: no system"):
-        TokenizerOf(chat).encode_chat("two")
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UserError, match=r"pip install 'fbq-jax\[examples\]'"):
         TokenizerOf(chat).encode_chat("two")
 
 
@@ -206,7 +202,7 @@ def test_a_model_of_bytes_continues_any_bytes(capsys, monkeypatch, prompt, is_ty
     def generator(*_, **__):
         return lambda *_: iter(b"\xa9b")
 
-    monkeypatch.setattr(generate, "Generator", generator)
+    monkeypatch.setattr(generate, "make_generator", generator)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt)))
     argv = ["--prompt", os.fsdecode(prompt)] if is_typed else []
     status, out, report = run(capsys, "folder", *argv)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 from pathlib import Path
 
 import flax.traverse_util
@@ -417,15 +416,6 @@ def test_what_cannot_be_exported_is_named_before_anything_is_written(
     with pytest.raises(ExportError, match=message):
         hf.export(tmp_path / "out", "blockwise_int8", model, {"params": {}})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    for name in "gguf_file", "gguf_tokenizer":
-        monkeypatch.delitem(sys.modules, f"examples.llama.hf.{name}", raising=False)
-        monkeypatch.delattr(hf, name, raising=False)
-    with pytest.raises(ExportError, match=r"pip install 'fbq-jax\[examples\]'"):
-        hf.check_exportable("gguf", Llama(small_config(**SIZES), DOT))
 
 
 def test_unknown_formats_and_used_folders_are_named(tmp_path):

@@ -109,7 +109,11 @@ def _read(family: Family, stored: Json, tensors: int) -> LlamaConfig:
     hidden_size = check_value("hidden_size", stored["hidden_size"], Size)
     layers = range(fields["num_layers"])
     nope = _nope_layers(stored, layers) if family.nope else ()
-    slides = _sliding_layers(family, stored, layers, nope)
+    window = stored.get("sliding_window")
+    if family.has_switch and not stored.get("use_sliding_window"):
+        window = None
+    pattern = "" if window is None else family.window
+    slides = _sliding_layers(family, stored, layers, pattern, nope)
     return LlamaConfig(
         **{**fields, **family.settings},
         rope_theta=rope.get("rope_theta", 10000.0),
@@ -118,7 +122,7 @@ def _read(family: Family, stored: Json, tensors: int) -> LlamaConfig:
         tie_embeddings=stored.get("tie_word_embeddings", False),
         embed_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
         nope_layers=nope,
-        sliding_window=_window(family, stored) if slides else None,
+        sliding_window=window if slides else None,
         sliding_layers=None if len(slides) in (0, len(layers)) else slides,
     )
 
@@ -160,7 +164,7 @@ def _nope_layers(stored: Json, layers: range) -> tuple[int, ...]:
 
 
 def _sliding_layers(
-    family: Family, stored: Json, layers: range, nope: tuple[int, ...]
+    family: Family, stored: Json, layers: range, pattern: str, nope: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The layers with a sliding window: as listed, or as the family has them."""
     is_listed = stored.get("layer_types") is not None
@@ -168,7 +172,7 @@ def _sliding_layers(
         types = _layer_list(stored, "layer_types", layers, (_FULL, _SLIDING))
         return tuple(layer for layer in layers if types[layer] == _SLIDING)
     slides: tuple[int, ...] = ()
-    match None if _window(family, stored) is None else family.window:
+    match pattern:
         case "every" | "switched":
             slides = tuple(layers)
         case "unrotated":
@@ -183,13 +187,6 @@ def _sliding_layers(
     if is_listed:  # transformers does not read the list
         _layer_list(stored, "layer_types", layers, (_SLIDING if slides else _FULL,))
     return slides
-
-
-def _window(family: Family, stored: Json) -> Any:
-    """The width of the sliding window; None if the model has none."""
-    if family.has_switch and not stored.get("use_sliding_window"):
-        return None
-    return stored.get("sliding_window")
 
 
 def _rope(family: Family, stored: Json) -> tuple[dict[str, Any], float | None]:
@@ -210,10 +207,8 @@ def _rope(family: Family, stored: Json) -> tuple[dict[str, Any], float | None]:
         for kind, found in (_FULL, rope), (_SLIDING, local):
             found |= check_value(kind, entries.get(kind), dict | None) or {}
     if _rope_type(local) != "default" or local.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"rope_parameters takes the default rotation for {_SLIDING}, got "
-            f"{reprlib.repr(local)}"
-        )
+        rotation, got = f"the default rotation for {_SLIDING}", reprlib.repr(local)
+        raise ValueError(f"rope_parameters takes {rotation}, got {got}")
     if local_key is not None:
         check_value(local_key, local["rope_theta"], FromOne)
     return rope, local["rope_theta"]
@@ -226,26 +221,22 @@ def _rope_type(rope: Json) -> Any:
 def _rope_scaling(family: Family, stored: Json, rope: Json) -> RopeScaling | None:
     rope_type = _rope_type(rope)
     if rope_type not in family.rope_types:
-        raise ValueError(
-            f"RoPE type {reprlib.repr(rope_type)} is not supported in a "
-            f"{family.model_type}, supported: {', '.join(family.rope_types)}"
-        )
+        given, supported = reprlib.repr(rope_type), ", ".join(family.rope_types)
+        where = f"in a {family.model_type}, supported: {supported}"
+        raise ValueError(f"RoPE type {given} is not supported {where}")
     if rope_type == "default":
         return None
     scaling, entries = _SCALINGS[rope_type], dict(rope)
     if scaling is YarnScaling:
         if rope.get("mscale") and rope.get("mscale_all_dim"):
-            raise ValueError(
-                "mscale and mscale_all_dim are not supported: set attention_factor"
-            )
-        context = stored["max_position_embeddings"]
-        entries = {"original_max_position_embeddings": context, "truncate": True}
-        entries |= rope
+            keys = "mscale and mscale_all_dim"
+            raise ValueError(f"{keys} are not supported: set attention_factor")
+        length = "original_max_position_embeddings"
+        entries = {length: stored["max_position_embeddings"], "truncate": True, **rope}
         entries["beta_fast"] = rope.get("beta_fast") or 32.0
         entries["beta_slow"] = rope.get("beta_slow") or 1.0
     names = (field.name for field in dataclasses.fields(scaling))
-    factors: dict[str, Any] = {name: entries.get(name) for name in names}
-    return scaling(**factors)
+    return scaling(**{name: entries.get(name) for name in names})
 
 
 def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
@@ -274,8 +265,7 @@ def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     if family.has_switch:
         stored["use_sliding_window"] = config.sliding_window is not None
     if family.layer_types:
-        types = [_FULL if kind.window is None else _SLIDING for kind in kinds]
-        stored["layer_types"] = types
+        stored["layer_types"] = [_SLIDING if kind.window else _FULL for kind in kinds]
     if family.local_rope_key is not None:
         stored[family.local_rope_key] = config.local_rope_theta or config.rope_theta
     if family.nope:

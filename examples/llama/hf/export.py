@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import flax.traverse_util
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fbq_jax
+from examples.llama.hf import gguf_file
 from examples.llama.hf.checkpoint import config_json, write_folder
 from examples.llama.hf.families import Family
 from examples.llama.hf.files import check_new, new_folder
@@ -31,9 +31,7 @@ def check_exportable(
 ) -> None:
     """Checks, before a model is trained, that `export` takes it.
 
-    Raises:
-        ExportError: The model cannot be exported.
-        CheckpointError: No family has the settings of the model.
+    Raises ExportError, or CheckpointError if no family has the model's settings.
     """
     if name not in FORMATS:
         raise ExportError(f"export takes one of {', '.join(FORMATS)}, got {name!r}")
@@ -43,11 +41,10 @@ def check_exportable(
         )
     _, family = config_json(model.config, like)
     if name == "gguf":
-        _gguf_file().check(model.config, family, like)
+        gguf_file.check(model.config, family, like)
     # One layer stands for all, and a number for each scale shows how blocks lie.
-    one = dataclasses.replace(
-        model.config, num_layers=1, nope_layers=(), sliding_layers=None
-    )
+    layers: dict[str, Any] = {"nope_layers": (), "sliding_layers": None}
+    one = dataclasses.replace(model.config, num_layers=1, **layers)
     one_layer = Llama(one, model.dot_general)
 
     def frozen() -> dict[str, Any]:
@@ -93,7 +90,7 @@ def export(
     if name == "gguf":
         with new_folder(folder) as part:
             file = part / "model-Q8_0.gguf"
-            _gguf_file().write(file, config, family, tensors, others, like)
+            gguf_file.write(file, config, family, tensors, others, like)
         return
     if "ignore" in quantization and config.num_experts is not None:
         (router,) = family.tensors_of(ROUTER)  # is not quantized
@@ -102,18 +99,6 @@ def export(
     tensors |= {tensor: array.astype(dtype) for tensor, array in others.items()}
     stored |= {"torch_dtype": dtype.name, "quantization_config": quantization}
     write_folder(folder, stored, tensors, like)
-
-
-def _gguf_file() -> ModuleType:
-    try:
-        from examples.llama.hf import gguf_file
-    except ModuleNotFoundError as error:
-        if error.name != "gguf":
-            raise
-        raise ExportError(
-            "gguf takes the package of this name: pip install 'fbq-jax[examples]'"
-        ) from error
-    return gguf_file
 
 
 def _arrays(variables: Mapping[str, Any]) -> dict[str, Any]:
