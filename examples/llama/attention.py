@@ -47,11 +47,8 @@ def attend(
         return _as_xla_ops(q, k, v, start, scale, window, softcap)
     chosen, problem = choose(q.dtype, q.shape[1], q.shape[-1], softcap)
     if problem is not None and q.shape[1] > 1:  # not in the trace of parameters
-        warnings.warn(
-            "attention runs as XLA ops, which save the probabilities, [B, heads, S, "
-            f"S], for the backward pass: {problem}",
-            stacklevel=2,
-        )
+        saved = "which save the probabilities for the backward pass"
+        warnings.warn(f"attention runs as XLA ops, {saved}: {problem}", stacklevel=2)
     if chosen == "splash":
         return _splash(q, k, v, scale, window, softcap)
     if softcap is not None:

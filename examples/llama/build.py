@@ -20,11 +20,7 @@ from fbq_jax import FallbackDot, freeze
 
 
 def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
-    """Builds the model, the weights to start from or None, and the data of a run.
-
-    Raises UserError if the data or the loaded model cannot be read, or do not fit the
-    options.
-    """
+    """Builds the model, the weights to start from or None, and the data of a run."""
     data = None if config.data is None else Path(config.data)
     if (folder := config.from_hf) is None:
         corpus = load_corpus(data)
@@ -34,8 +30,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
     tokenizer = hf.load_tokenizer(folder) if is_text else None
     if is_text and tokenizer is None:
         raise UserError(
-            f"{folder} has no tokenizer.json to read text with; add it, or set "
-            "--data to a .bin file of the model's token ids"
+            f"{folder} has no tokenizer.json to read text with: set --data to token ids"
         )
     corpus = load_corpus(data, tokenizer)
     corpus.check_fits(sizes.vocab_size)
@@ -83,33 +78,23 @@ class Trained(NamedTuple):
 
 
 def load(folder: Path, weights: str | None = None) -> Trained:
-    """Loads a model.
+    """Loads the latest checkpoint of a run, or a model in Hugging Face's format.
 
-    Args:
-        folder: The folder of a run, whose latest checkpoint is taken, or of a
-            checkpoint in Hugging Face's format, with weights in floats or exported.
-        weights: "codes" multiplies by the INT8 codes of ``fbq_jax.freeze``, "floats" by
-            weights in the model's dtype. None takes codes of a run with an INT8 recipe,
-            and floats of a checkpoint.
-
-    Raises UserError, or ValueError if ``freeze`` fails.
+    ``weights`` "codes" multiplies by the INT8 codes of ``fbq_jax.freeze``, "floats" by
+    weights in the model's dtype. None takes codes of a run with an INT8 recipe, and
+    floats of a checkpoint.
     """
     if weights not in (None, *WEIGHTS):
         raise UserError(f"weights takes one of {', '.join(WEIGHTS)}, got {weights!r}")
     if hf.is_checkpoint(folder):
         if weights == "codes":
-            raise UserError(
-                f"{folder} is a checkpoint in Hugging Face's format, which runs with "
-                "weights in floats; the folder of its run has codes"
-            )
-        name, codec = hf.quantization(folder), TokenizerOf(folder)
+            raise UserError(f"{folder} is a model, which runs with weights in floats")
+        name, tokenizer = hf.quantization(folder), TokenizerOf(folder)
         sizes, params = hf.load(folder)
         source = "" if name is None else f", from {name}"
-        return _in_floats(Llama(sizes), {"params": params}, codec, source)
+        return _in_floats(Llama(sizes), {"params": params}, tokenizer, source)
     if not has_run(folder):
-        raise UserError(
-            f"{folder} holds neither a run nor a model: it has no config.json"
-        )
+        raise UserError(f"{folder} holds neither a run nor a model")
     config = read_config(folder)
     if config.from_hf is not None and hf.is_checkpoint(folder / "hf"):
         # The run may have moved, or the model that it started from.
@@ -119,10 +104,7 @@ def load(folder: Path, weights: str | None = None) -> Trained:
     model = Llama(sizes, model.dot_general)
     quantized = isinstance(model.dot_general, FallbackDot)
     if weights == "codes" and not quantized:
-        raise UserError(
-            f"the run in {folder} has the recipe {config.recipe}: codes take an INT8 "
-            "recipe"
-        )
+        raise UserError(f"{folder} has {config.recipe}: codes take an INT8 recipe")
     state = last_state(config, folder)
     if weights == "floats":
         return _in_floats(Llama(sizes), {"params": state.params}, codec)

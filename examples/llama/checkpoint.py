@@ -75,10 +75,8 @@ def find(folder: Path) -> Found:
         skipped.append(problem)
         changed |= (folder / str(step) / _SUMS).exists()
     if changed:
-        raise UserError(
-            f"{folder} holds no checkpoint that is whole: {'; '.join(skipped)}. Repair "
-            "the files, or set another --out"
-        )
+        problems = "; ".join(skipped)
+        raise UserError(f"{folder} holds no checkpoint that is whole: {problems}")
     return Found(None, skipped)
 
 

@@ -60,9 +60,7 @@ class Config:
         "INT8 and packed codes (codes), or everything (full)",
     )
     unroll: bool = option(
-        False,
-        "compile each layer by itself, not a loop over them: slower to compile, "
-        "faster to run",
+        False, "compile each layer by itself: slower to compile, faster to run"
     )
     saved_bits: SavedBits | Literal[0] | None = option(
         None,
@@ -136,14 +134,10 @@ class Config:
         if self.reduce is None:
             return dot_general
         if experts:
-            raise UserError(
-                f"reduce does not apply to the products of experts, got {self.reduce!r}"
-            )
+            raise UserError("reduce does not apply to the products of experts")
         if not isinstance(dot_general, FallbackDot):
-            raise UserError(
-                f"reduce applies to INT8 recipes only, got {self.reduce!r} with "
-                f"{self.recipe}: leave it out, XLA sums the products of other recipes"
-            )
+            got = f"got {self.reduce!r} with {self.recipe}"
+            raise UserError(f"reduce applies to INT8 recipes only, {got}")
         recipe, changed = dot_general.recipe, {}
         try:
             for name in ("drhs",) if self.reduce == "int8" else ("fwd", "dlhs", "drhs"):

@@ -1,6 +1,5 @@
 """Reads text or token ids and serves batches.
 
-A corpus has two sequences of token ids, one for training and one that is held out.
 Batch i is a pure function of (seed, i): a run that resumes at step i reads batch i, and
 no iterator state has to be saved.
 """
@@ -23,9 +22,7 @@ from examples.llama.progress import interruptible
 # Separates documents. Text contains no NUL byte, so 256 token ids suffice.
 SEPARATOR = b"\0"
 
-# Every 20th file is held out for validation. With fewer files it is the last 20th of
-# the text.
-HELD_OUT = 20
+HELD_OUT = 20  # every 20th file, or with fewer files, the last 20th of the text
 
 _CHUNK = 256  # texts to encode at once, which takes seconds
 _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
@@ -35,23 +32,18 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids for training and for validation, of one unsigned integer dtype.
-
-    A model of this corpus needs a vocabulary of `vocab_size`.
-    """
+    """Token ids for training and for validation, of one unsigned integer dtype."""
 
     train: np.ndarray
     val: np.ndarray
-    vocab_size: int
+    vocab_size: int  # that a model needs
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises UserError if a token id is not below `vocab_size`."""
         largest = max(int(part.max(initial=0)) for part in (self.train, self.val))
         if largest >= vocab_size:
-            raise UserError(
-                f"the data has token id {largest}; the model's vocabulary accepts 0 to "
-                f"{vocab_size - 1}"
-            )
+            accepts = f"the model's vocabulary accepts 0 to {vocab_size - 1}"
+            raise UserError(f"the data has token id {largest}; {accepts}")
 
     def fingerprint(self) -> dict[str, int]:
         """Returns the sizes in tokens and a checksum, which identify the corpus.
@@ -116,14 +108,12 @@ def batches(
     """Returns endless batches with random access, shuffled anew in each epoch.
 
     Item i is batch i: int32 [batch, seq + 1]. The inputs are columns [:-1] and their
-    targets are columns [1:]. Raises UserError if the part is shorter than one window.
+    targets are columns [1:].
     """
     tokens = getattr(corpus, part)
     if len(tokens) <= seq:
-        raise UserError(
-            f"data: the {part} part has {len(tokens)} tokens, fewer than one window of "
-            f"{seq + 1}; take more data or a smaller --seq"
-        )
+        found = f"the {part} part has {len(tokens)} tokens"
+        raise UserError(f"data: {found}, fewer than one window of {seq + 1}")
     # Adjacent windows share one token.
     windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
     shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()

@@ -18,10 +18,8 @@ from examples.llama import atomic
 from examples.llama.errors import writing
 
 # Entries of a record that are numbers, or null.
-_NUMBERS = (
-    *("step", "loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu"),
-    *("load_balance", "router_z"),
-)
+_NUMBERS = ["step", "loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu"]
+_NUMBERS += ["load_balance", "router_z"]
 # What reading a line raises that holds something else.
 _ODD = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 

@@ -36,7 +36,7 @@ from examples.llama import attention
 from examples.llama.mesh import constrain
 from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import INITIALIZER, Part
-from examples.llama.rotary import rotate
+from examples.llama.rotary import Tables, rotate
 
 # The collections that have an axis of layers. FallbackDot keeps its state in "fallback"
 # by default, and "_overwrite_with_gradient" is Flax's transport, for
@@ -65,8 +65,7 @@ def empty_cache(config: LlamaConfig, batch: int, size: int) -> KVCache:
     return KVCache(keys, values, jnp.zeros((), jnp.int32))
 
 
-# Cosines and sines; keys and values of one layer in a cache.
-_Tables = tuple[jax.Array, jax.Array]
+# The keys and values of one layer in a cache.
 _Cached = tuple[jax.Array, jax.Array] | None
 
 
@@ -77,7 +76,7 @@ class Attention(Part):
     def __call__(
         self,
         x: jax.Array,
-        tables: _Tables,
+        tables: Tables,
         kind: jax.Array | None,
         cached: _Cached,
         start: jax.Array | None,
@@ -101,12 +100,8 @@ class Attention(Part):
             k = lax.dynamic_update_slice_in_dim(cached[0], k, start, axis=1)
             v = lax.dynamic_update_slice_in_dim(cached[1], v, start, axis=1)
             cached = k, v
-        attend = functools.partial(
-            attention.attend,
-            start=start,
-            scale=config.score_scale(),
-            softcap=config.attn_softcap,
-        )
+        options = {"scale": config.score_scale(), "softcap": config.attn_softcap}
+        attend = functools.partial(attention.attend, start=start, **options)
         windows = [kind.window for kind in config.distinct_kinds()]
         windows = [None if w is None or w >= k.shape[1] else w for w in windows]
         # cuDNN takes windows that the compiler knows.
@@ -125,7 +120,7 @@ class Layer(Part):
     def __call__(
         self,
         x: jax.Array,
-        tables: _Tables,
+        tables: Tables,
         kind: jax.Array | None = None,
         cached: _Cached = None,
         start: jax.Array | None = None,

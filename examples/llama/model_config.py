@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from examples.llama import fields
 from examples.llama.errors import UserError
 from examples.llama.fields import FromOne, FromZero, Positive, Range, Size
-from examples.llama.rotary import Rope, RopeScaling, YarnScaling, rotary_tables
+from examples.llama.rotary import Rope, RopeScaling, Tables, YarnScaling, rotary_tables
 from fbq_jax import Routing, nonlinear
 
 SavedBits = Annotated[int, Range(int, nonlinear.BITS[0], nonlinear.BITS[-1])]
@@ -145,10 +145,8 @@ class LlamaConfig:
                 self.sliding_layers is None or layer in self.sliding_layers
             )
             rotation = local if slides else rope
-            return LayerKind(
-                self.sliding_window if slides else None,
-                None if layer in self.nope_layers else rotation,
-            )
+            window = self.sliding_window if slides else None
+            return LayerKind(window, None if layer in self.nope_layers else rotation)
 
         return tuple(map(kind, range(self.num_layers)))
 
@@ -156,9 +154,7 @@ class LlamaConfig:
         """Returns the kinds that some layer has, in the order of the first layers."""
         return tuple(dict.fromkeys(self.layer_kinds()))
 
-    def rotary_tables(
-        self, seq_len: int, start: jax.Array | int = 0
-    ) -> tuple[jax.Array, jax.Array]:
+    def rotary_tables(self, seq_len: int, start: jax.Array | int = 0) -> Tables:
         """Returns `rotary.rotary_tables` of the kinds of layers."""
         ropes = [kind.rope for kind in self.distinct_kinds()]
         return rotary_tables(ropes, self.head_dim, seq_len, start)

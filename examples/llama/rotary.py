@@ -48,8 +48,8 @@ class Llama3Scaling:
         fields.check(self)
         if self.high_freq_factor <= self.low_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
-            number = f"a number above low_freq_factor ({low})"
-            raise UserError(f"high_freq_factor takes {number}, got {high}")
+            low = f"low_freq_factor ({low})"
+            raise UserError(f"high_freq_factor takes a number above {low}, got {high}")
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
         """Returns the scaled rotation frequencies, in radians per token."""
@@ -112,9 +112,12 @@ class Rope(NamedTuple):
     scaling: RopeScaling | None
 
 
+Tables = tuple[jax.Array, jax.Array]  # cosines and sines
+
+
 def rotary_tables(
     ropes: Sequence[Rope | None], head_dim: int, seq_len: int, start: jax.Array | int
-) -> tuple[jax.Array, jax.Array]:
+) -> Tables:
     """Computes the cosines and sines of the rotary angles from position ``start`` on.
 
     Both are float32 [ropes, seq_len, 1, head_dim / 2]. The angles of None are 0.
@@ -139,7 +142,7 @@ def rotary_tables(
     return cos * scales, sin * scales
 
 
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, tables: Tables) -> jax.Array:
     """Rotates each head, [B, S, heads, head_dim], by its position.
 
     Channel i is paired with channel i + head_dim / 2. The computation is in float32;

@@ -46,14 +46,10 @@ def check_folder(out: Path, config: Config, resume: bool) -> None:
         )
     elif (out / "metrics.jsonl").exists() or any(checkpoints(out).glob("*")):
         raise UserError(
-            f"{out} holds metrics or checkpoints of a run without its config.json: put "
-            "it back, or set another --out"
+            f"{out} holds metrics or checkpoints of a run without its config.json"
         )
     if config.data and out.resolve().is_relative_to(Path(config.data).resolve()):
-        raise UserError(
-            f"{out} is inside the data, {config.data}, which it would change: set "
-            "another --out"
-        )
+        raise UserError(f"{out} is inside the data, {config.data}: set another --out")
 
 
 @contextmanager

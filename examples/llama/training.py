@@ -222,10 +222,8 @@ def check_finite(record: dict[str, Any], out: Path) -> None:
     """Raises DivergedError if a loss or the gradient norm of a step is not finite."""
     for name in ("loss", "grad_norm", "val_loss"):
         if not math.isfinite(record.get(name, 0.0)):
-            raise DivergedError(
-                f"{name} is {record[name]} at step {record['step']} (see {out}); try a "
-                "smaller --lr and another --out"
-            )
+            where = f"{name} is {record[name]} at step {record['step']} of {out}"
+            raise DivergedError(f"{where}; try a smaller --lr and another --out")
 
 
 def _export(

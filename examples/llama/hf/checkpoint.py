@@ -60,10 +60,8 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
     found = found.difference(*quantized.values()) | quantized.keys()
     if config.tie_embeddings and {_TABLE, _HEAD} <= found:
         if not np.array_equal(tensors[_TABLE].read(), tensors[_HEAD].read()):
-            raise CheckpointError(
-                f"{folder}: {_HEAD} differs from {_TABLE}, but {CONFIG} says "
-                "tie_word_embeddings"
-            )
+            but = f"but {CONFIG} says tie_word_embeddings"
+            raise CheckpointError(f"{folder}: {_HEAD} differs from {_TABLE}, {but}")
         found.remove(_HEAD)
     expected = tensor_views(config, family, flat)
     _check_names(folder, expected, found)
@@ -78,10 +76,9 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
 
 def is_checkpoint(folder: str | Path) -> bool:
     """Whether a folder holds a model in Hugging Face's format, or as a GGUF file."""
-    folder = Path(folder)
-    if not (folder / CONFIG).exists():
-        return any(folder.glob("*.gguf"))
-    return "model_type" in _read_config(folder)
+    if not (Path(folder) / CONFIG).exists():
+        return any(Path(folder).glob("*.gguf"))
+    return "model_type" in files.read_json(Path(folder) / CONFIG)
 
 
 def quantization(folder: str | Path) -> str | None:
@@ -99,20 +96,15 @@ def save(
 ) -> None:
     """Writes a float32 checkpoint that `load` and transformers can read.
 
-    The folder, a new or an empty one, appears when it is complete. ``dtype``,
-    ``remat``, ``unroll`` and ``saved_bits`` are not stored.
-
     Args:
-        folder: The folder to write.
+        folder: A new or an empty folder, which appears when it is complete.
         config: The configuration of the model.
         params: The parameters of ``Llama(config)``, float32 arrays.
         like: The folder of a checkpoint that provides the family, the ids of special
             tokens, and the files of the tokenizer and of generation. None takes the
             first family that has the model's settings, and writes none of the others.
 
-    Raises:
-        FileExistsError: ``folder`` is a file or is not empty.
-        CheckpointError: An argument does not fit the others, or ``like`` is damaged.
+    Raises FileExistsError, or CheckpointError if the arguments do not fit.
     """
     folder = Path(folder)
     files.check_new(folder)
@@ -160,18 +152,15 @@ def config_json(
 def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists() and any(folder.glob("*.gguf")):
         raise CheckpointError(
-            f"{folder} holds a GGUF file, which is not read: take the checkpoint that "
-            "it was exported from, or an export in another format"
+            f"{folder} holds a GGUF file, which is not read: take another export"
         )
     return files.read_json(folder / CONFIG)
 
 
 def _fill(view: TensorView, tensor: np.ndarray, name: str) -> None:
     """Copies a tensor into its view."""
-    if tensor.shape != view.shape:
-        raise CheckpointError(
-            f"{name} has shape {tensor.shape}, {CONFIG} asks for {view.shape}"
-        )
+    if (found := tensor.shape) != (asked := view.shape):
+        raise CheckpointError(f"{name} has shape {found}, {CONFIG} asks for {asked}")
     for part, piece in zip(view.parts, view.split(tensor), strict=True):
         for start in range(0, part.shape[-2], _ROWS_PER_COPY):
             rows = slice(start, start + _ROWS_PER_COPY)

@@ -222,8 +222,10 @@ def _rope_scaling(family: Family, stored: Json, rope: Json) -> RopeScaling | Non
     rope_type = _rope_type(rope)
     if rope_type not in family.rope_types:
         given, supported = reprlib.repr(rope_type), ", ".join(family.rope_types)
-        where = f"in a {family.model_type}, supported: {supported}"
-        raise ValueError(f"RoPE type {given} is not supported {where}")
+        raise ValueError(
+            f"RoPE type {given} is not supported in a {family.model_type}, supported: "
+            f"{supported}"
+        )
     if rope_type == "default":
         return None
     scaling, entries = _SCALINGS[rope_type], dict(rope)

@@ -101,6 +101,7 @@ _GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 
 _GEMMA_DEFAULTS |= {"query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
 _QWEN_DEFAULTS |= {"max_window_layers": 28}
+_QWEN: dict[str, Any] = {"window": "last", "layer_types": True}
 _EXPERT_KEYS = {"top_k": "num_experts_per_tok"}
 _EXPERT_KEYS |= {"router_aux_loss_coef": "router_aux_loss_coef"}
 
@@ -108,11 +109,8 @@ _EXPERT_KEYS |= {"router_aux_loss_coef": "router_aux_loss_coef"}
 _FAMILIES = (
     Family("llama", "LlamaForCausalLM", "llama"),
     Family(
-        *("qwen2", "Qwen2ForCausalLM", "qwen2"),
-        settings={"qkv_bias": True},
-        defaults=_QWEN_DEFAULTS,
-        window="last",
-        layer_types=True,
+        *("qwen2", "Qwen2ForCausalLM", "qwen2", {"qkv_bias": True}),
+        **{"defaults": _QWEN_DEFAULTS, **_QWEN},
     ),
     Family(
         *("mistral", "MistralForCausalLM", "llama"),
@@ -120,11 +118,8 @@ _FAMILIES = (
         window="every",
     ),
     Family(
-        *("qwen3", "Qwen3ForCausalLM", "qwen3"),
-        settings={"qk_norm": True},
-        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
-        window="last",
-        layer_types=True,
+        *("qwen3", "Qwen3ForCausalLM", "qwen3", {"qk_norm": True}),
+        **{"defaults": {**_QWEN_DEFAULTS, "head_dim": 128}, **_QWEN},
     ),
     Family(
         *("smollm3", "SmolLM3ForCausalLM", "smollm3"),
@@ -135,8 +130,7 @@ _FAMILIES = (
         nope=True,
     ),
     Family(
-        *("gemma2", "Gemma2ForCausalLM", "gemma2"),
-        settings=_GEMMA_SETTINGS,
+        *("gemma2", "Gemma2ForCausalLM", "gemma2", _GEMMA_SETTINGS),
         keys={**_GEMMA_KEYS, "attn_softcap": "attn_logit_softcapping"},
         defaults={**_GEMMA_DEFAULTS, "sliding_window_pattern": 2}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -173,10 +167,8 @@ _FAMILIES = (
         tensors=_experts("block_sparse_moe", "w1", "w3", "w2"),
     ),
     Family(
-        *("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe"),
-        settings={"qk_norm": True},
-        # Its intermediate_size is the width of layers without experts, which are not
-        # supported.
+        *("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe", {"qk_norm": True}),
+        # Its intermediate_size is the width of layers without experts.
         keys={**_EXPERT_KEYS, "num_experts": "num_experts"}
         | {"intermediate_size": "moe_intermediate_size"}
         | {"renormalize": "norm_topk_prob"},
@@ -186,8 +178,11 @@ _FAMILIES = (
         | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
         | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         # Otherwise some layers have an MLP in place of experts.
-        constants={"hidden_act": "silu", "decoder_sparse_step": 1}
-        | {"mlp_only_layers": []},
+        constants={
+            "hidden_act": "silu",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
         window="switched",
     ),
 )

@@ -72,10 +72,8 @@ class Stored(NamedTuple):
         """Reads the tensor; raises CheckpointError if it has another dtype."""
         dtype = self.opened.get_slice(self.name).get_dtype()
         if dtype not in dtypes:
-            accepted = ", ".join(dtypes)
-            raise CheckpointError(
-                f"{self.file}: {self.name} is {dtype}, supported are {accepted}"
-            )
+            given = f"{self.file}: {self.name} is {dtype}"
+            raise CheckpointError(f"{given}, supported are {', '.join(dtypes)}")
         return self.opened.get_tensor(self.name)
 
 
@@ -94,10 +92,8 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{index} lacks weight_map, an object")
     for name in weight_map.values():
         if not re.fullmatch(r"[^/\0]+\.safetensors", str(name)):
-            raise CheckpointError(
-                f"{index}: weight_map takes names of files beside it, got "
-                f"{reprlib.repr(name)}"
-            )
+            takes = f"takes names of files beside it, got {reprlib.repr(name)}"
+            raise CheckpointError(f"{index}: weight_map {takes}")
     found: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())):
         if not (file := folder / name).is_file():

@@ -54,21 +54,15 @@ def write(
 ) -> None:
     """Writes a GGUF file of a model that `check` has accepted.
 
-    Args:
-        file: The file to write.
-        config: The configuration of the model.
-        family: The family that it is exported as.
-        blocks: The blocks of Q8_0 of projections, uint8 [N, K / 32 * 34], by the names
-            of their tensors in transformers.
-        floats: The other tensors, float32, by the same names.
-        like: The folder of a checkpoint that provides the tokenizer and the chat
-            template; without one, llama.cpp's library takes ids of tokens.
+    ``blocks`` has the blocks of Q8_0 of projections, uint8 [N, K / 32 * 34], by the
+    names of their tensors in transformers, and ``floats`` the other tensors, float32.
+    The checkpoint ``like`` provides the tokenizer and the chat template; without one,
+    llama.cpp's library takes ids of tokens.
     """
     with contextlib.closing(gguf.GGUFWriter(file, family.gguf)) as writer:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-        _add_sizes(writer, config)
-        _add_rotation(writer, config)
+        _add_entries(writer, config)
         folder = Path(like or "")
         stored = read_tokenizer(folder, config.vocab_size) if like else None
         if stored is None:
@@ -118,39 +112,39 @@ def _problems(config: LlamaConfig, architecture: str) -> Iterator[str]:
             yield "takes YaRN without settings beside its factor and context"
 
 
-def _add_sizes(writer: Any, config: LlamaConfig) -> None:
-    writer.add_context_length(config.max_seq_len)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    if config.num_experts is not None:
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.top_k)
-        writer.add_expert_feed_forward_length(config.intermediate_size)
-    if config.attn_softcap is not None:
-        writer.add_attn_logit_softcapping(config.attn_softcap)
-    if config.logit_softcap is not None:
-        writer.add_final_logit_softcapping(config.logit_softcap)
-    if writer.arch in _WINDOW_INTERVAL:  # without an entry, it would be a default
-        writer.add_sliding_window(config.sliding_window or config.max_seq_len)
-
-
-def _add_rotation(writer: Any, config: LlamaConfig) -> None:
-    """Adds the entries, and the tensor, that describe RoPE."""
-    scaling = config.rope_scaling
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    if config.local_rope_theta is not None:
-        writer.add_rope_freq_base_swa(config.local_rope_theta)
-    # Phi-3's architecture asks for it in every model.
-    original = getattr(scaling, "original_max_position_embeddings", config.max_seq_len)
-    writer.add_rope_scaling_orig_ctx_len(original)
+def _add_entries(writer: Any, config: LlamaConfig) -> None:
+    """Adds the entries, and the tensor, that describe the model."""
+    scaling, is_mixture = config.rope_scaling, config.num_experts is not None
+    window = config.sliding_window or config.max_seq_len
+    entries = {
+        "context_length": config.max_seq_len,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_heads,
+        "head_count_kv": config.num_kv_heads,
+        "key_length": config.head_dim,
+        "value_length": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "layer_norm_rms_eps": config.norm_eps,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.top_k if is_mixture else None,
+        "expert_feed_forward_length": config.intermediate_size if is_mixture else None,
+        "attn_logit_softcapping": config.attn_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        # Without an entry, it would be a default.
+        "sliding_window": window if writer.arch in _WINDOW_INTERVAL else None,
+        "rope_dimension_count": config.head_dim,
+        "rope_freq_base": config.rope_theta,
+        "rope_freq_base_swa": config.local_rope_theta,
+        # Phi-3's architecture asks for it in every model.
+        "rope_scaling_orig_ctx_len": getattr(
+            scaling, "original_max_position_embeddings", config.max_seq_len
+        ),
+    }
+    for name, value in entries.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
     if isinstance(scaling, Llama3Scaling):
         channels = np.arange(0, config.head_dim, 2)
         frequencies = config.rope_theta ** -(channels / config.head_dim)
@@ -176,10 +170,7 @@ def _add_tensors(
     for tensor, array in blocks.items():
         name = re.sub(r"\.experts\.\d+\.", ".experts.", tensor)
         joined.setdefault(name, []).append(array)
-    blocks = {
-        tensor: np.stack(arrays) if ".experts." in tensor else arrays[0]
-        for tensor, arrays in joined.items()
-    }
+    blocks = {t: np.stack(x) if ".experts." in t else x[0] for t, x in joined.items()}
     for tensor, array in {**floats, **blocks}.items():
         rotated = ".q_proj." in tensor or ".k_proj." in tensor
         if rotated and writer.arch in _INTERLEAVED:
