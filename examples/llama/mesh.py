@@ -1,10 +1,9 @@
 """Several devices: the mesh, and how a run's arrays are sharded over it.
 
-A mesh has up to three axes. "data" and "fsdp" shard the sequences of a batch. "fsdp"
-also shards the parameters, their gradients and the optimizer's moments; a layer then
-gathers its weights as INT8 codes. "tensor" shards the heads and the width of the MLP,
-or the experts. `PARAMETERS` and `RULES` decide the sharding, and XLA inserts the
-collectives.
+"data" and "fsdp" shard the sequences of a batch. "fsdp" also shards the parameters,
+their gradients and the optimizer's moments; a layer then gathers its weights as INT8
+codes. "tensor" shards the heads and the width of the MLP, or the experts. `PARAMETERS`
+and `RULES` decide the sharding, and XLA inserts the collectives.
 """
 
 import argparse
@@ -76,8 +75,7 @@ def join(argv: Sequence[str]) -> None:
 def make(text: str) -> Mesh | None:
     """Builds the mesh that --mesh describes, such as ``"data=2,fsdp=4"``.
 
-    No text stands for one device, None. Raises UserError, also if the number of devices
-    does not fit.
+    No text stands for one device, None.
     """
     processes, devices = jax.process_count(), jax.devices()
     if not text:
@@ -104,10 +102,9 @@ def use(devices: Mesh | None) -> AbstractContextManager[Any]:
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
-    """Returns the partition of an array with logical axes over the mesh in use.
+    """Returns the partition of an array with logical axes, keys of `RULES` or None.
 
-    The axes are keys of `RULES` or None. One whose size is not a multiple of its
-    devices is replicated.
+    An axis whose size is not a multiple of its devices is replicated.
     """
     mesh = jax.sharding.get_abstract_mesh()
     found: list[tuple[str, ...] | None] = []

@@ -24,45 +24,35 @@ _NUMBERS += ["load_balance", "router_z"]
 _ODD = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
-class MetricsLog:
-    """Writes one JSON object per step, each on its own line, without buffering.
+def continue_after(step: int, path: Path) -> None:
+    """Prepares the log of a run, one JSON object per line and step, for later steps.
 
-    `missing` counts the steps up to `after_step` that have no record, and `moved` the
-    lines that moved to `metrics.repeated.jsonl`.
+    The lines of later steps, which will run again, and damaged lines move to the end of
+    `metrics.repeated.jsonl` beside it.
     """
+    kept: dict[int, bytes] = {}
+    moved = b""
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        found = (_parse(line) or {"step": 0})["step"]
+        if 1 <= found <= step and found not in kept:
+            kept[found] = line
+        else:
+            moved += line + b"\n"
+    with writing(path):
+        if moved:  # before they leave the file
+            other = path.with_suffix(".repeated.jsonl")
+            print(f"later or damaged lines of {path} moved to {other}")
+            with other.open("ab") as file:
+                file.write(moved)
+        atomic.write(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))
+    if lost := step - len(kept):
+        print(f"warning: {path} lacks {lost} of the {step} steps so far")
 
-    def __init__(self, path: Path, after_step: int) -> None:
-        """Opens `path` to continue after a step.
 
-        The lines of later steps, which will run again, and damaged lines move to the
-        end of `metrics.repeated.jsonl` beside it.
-        """
-        self._path = path
-        with writing(self._path):
-            kept: dict[int, bytes] = {}
-            moved = []
-            for line in path.read_bytes().splitlines() if path.exists() else []:
-                step = (_parse(line) or {"step": 0})["step"]
-                if 1 <= step <= after_step and step not in kept:
-                    kept[step] = line
-                else:
-                    moved.append(line)
-            self.missing, self.moved = after_step - len(kept), len(moved)
-            if moved:  # before they leave the file
-                with path.with_suffix(".repeated.jsonl").open("ab") as file:
-                    file.write(b"".join(line + b"\n" for line in moved))
-            atomic.write(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))
-            self._file = path.open("a", buffering=1)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Appends a record: numbers and arrays in nested dictionaries."""
-        with writing(self._path):
-            self._file.write(json.dumps(_plain(record)) + "\n")
-
-    def close(self) -> None:
-        """Closes the file."""
-        with writing(self._path):
-            self._file.close()
+def append(record: dict[str, Any], path: Path) -> None:
+    """Appends a record to a log: numbers and arrays in nested dictionaries."""
+    with writing(path), path.open("a") as file:
+        file.write(json.dumps(_plain(record)) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

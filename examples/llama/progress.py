@@ -34,9 +34,8 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
 def interruptible(items: Iterable[T]) -> Iterator[T]:
     """Yields items, between which Ctrl-C or SIGTERM raises KeyboardInterrupt.
 
-    A long call of another library can lose the KeyboardInterrupt of its time: Python
-    raises it in whatever runs first after the call, such as a callback of JAX at a
-    garbage collection, where it is ignored.
+    Otherwise Python raises it in whatever runs first after a long call of a library,
+    such as a callback of JAX at a garbage collection, where it is ignored.
     """
     signaled = threading.Event()
     with _handled(lambda *_: signaled.set()):

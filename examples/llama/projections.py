@@ -1,9 +1,8 @@
 """The projections of a layer, and the norms whose outputs they read.
 
 Norm and projection run as one fused layer of ``fbq_jax`` if the recipe supports it, the
-backward pass reads packed codes, and the model has the gate and the norms of Llama: the
-fused layer quantizes values where it computes them. Otherwise norm and projection are
-separate Flax modules. Both variants use the same names for parameters and state.
+backward pass reads packed codes, and the model has the gate and the norms of Llama.
+Otherwise they are separate Flax modules, with the same names for parameters and state.
 """
 
 from collections.abc import Callable
@@ -57,9 +56,8 @@ class Part(nn.Module):
     @nn.nowrap
     def dense(self, features: int, name: str, **options: Any) -> nn.Dense:
         """Returns a projection."""
-        shared = {"dtype": self.config.dtype, "kernel_init": INITIALIZER}
-        shared |= {"use_bias": False, "dot_general": self.dot_general}
-        return nn.Dense(features, name=name, **(shared | options))
+        options = {"use_bias": False, **self._options(), **options}
+        return nn.Dense(features, name=name, **options)
 
     @nn.nowrap
     def norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
@@ -80,7 +78,7 @@ class Part(nn.Module):
         config = self.config
         if not fuses(config, self.dot_general):
             return _NormDense(config, self.dot_general, features, name=name)
-        options = {"use_bias": config.qkv_bias, **self._fused_options()}
+        options = {"use_bias": config.qkv_bias, **self._options(fused=True)}
         return fbq_jax.NormDense(features, **options, name=name)
 
     @nn.nowrap
@@ -94,19 +92,17 @@ class Part(nn.Module):
             return _Mixture(config, self.dot_general, name=name)
         if not fuses(config, self.dot_general):
             return _GatedMLP(config, self.dot_general, name=name)
-        size, options = config.intermediate_size, self._fused_options()
+        size, options = config.intermediate_size, self._options(fused=True)
         return fbq_jax.GatedMLP(size, **options, name=name)
 
     @nn.nowrap
-    def _fused_options(self) -> dict[str, Any]:
+    def _options(self, *, fused: bool = False) -> dict[str, Any]:
         config = self.config
-        return {
-            "epsilon": config.norm_eps,
-            "bits": config.saved_bits,
-            "dtype": config.dtype,
-            "kernel_init": INITIALIZER,
-            "dot_general": self.dot_general,
-        }
+        options = {"dtype": config.dtype, "kernel_init": INITIALIZER}
+        options |= (
+            {"epsilon": config.norm_eps, "bits": config.saved_bits} if fused else {}
+        )
+        return options | {"dot_general": self.dot_general}
 
 
 class _UnitOffsetNorm(nn.Module):

@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +60,6 @@ def train(
     sizes = {"seq": config.seq, "batch": config.batch}
     data = batches(corpus, "train", seed=config.seed, **sizes)
     val_data = batches(corpus, "val", seed=0, **sizes)
-    loop = _Loop(config, out, model, data, val_data)
     state = init_state(model, make_optimizer(config)[0], weights, config.seed)
     first = mesh.is_first()  # enters the folder and prints for all processes
     with (
@@ -75,7 +72,7 @@ def train(
             if resume:
                 run_folder.write_options(out, config, corpus)
             _describe(config, model, optax.tree.size(state.params), len(corpus.train))
-        state, stopped = loop.run(state)
+        state, stopped = _take_steps(config, out, model, state, data, val_data)
         if config.from_hf is not None and config.save_every:
             params, tuned = mesh.collect(state.params), out / "hf"
             if first and not tuned.exists():
@@ -131,91 +128,70 @@ def _check_nothing_is_missing(out: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Loop:
-    """The loop over the steps of a run."""
+def _take_steps(
+    config: Config, out: Path, model: Llama, state: TrainState, data: Any, val_data: Any
+) -> tuple[TrainState, bool]:
+    """Takes the remaining steps on batches of `data`.
 
-    config: Config
-    out: Path
-    model: Llama
-    data: Sequence[Any]
-    val_data: Sequence[Any]
-
-    def run(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Takes the remaining steps.
-
-        Returns the last state, and whether a signal arrived during the last step. One
-        before raises KeyboardInterrupt.
-        """
-        config, first = self.config, int(state.step) + 1
-        dot_general = self.model.dot_general
-        recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
-        train_step = make_train_step(self.model, *make_optimizer(config))
-        stats_before, stopped = state.stats(), False
-        with (
-            _open_log(self.out / "metrics.jsonl", first - 1) as log,
-            progress_bar(first - 1, config.steps, shown=mesh.is_first()) as bar,
-            stop_requests() as stop,
-        ):
-            pending: list[dict[str, Any]] = []
+    Returns the last state, and whether a signal arrived during the last step. One
+    before raises KeyboardInterrupt.
+    """
+    first, log, is_first = int(state.step) + 1, out / "metrics.jsonl", mesh.is_first()
+    dot_general = model.dot_general
+    recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
+    train_step = make_train_step(model, *make_optimizer(config))
+    stats_before, stopped = state.stats(), False
+    if is_first:
+        metrics.continue_after(first - 1, log)
+    with (
+        progress_bar(first - 1, config.steps, shown=is_first) as bar,
+        stop_requests() as stop,
+    ):
+        pending: list[dict[str, Any]] = []
+        started = time.perf_counter()
+        for step in range(first, config.steps + 1):
+            tokens = data[step - 1].reshape(config.accumulate, -1, config.seq + 1)
+            tokens = mesh.distribute(tokens, None, "batch", None)
+            state, measured = train_step(state, tokens)
+            pending.append({"step": step, **measured})
+            last = step == config.steps
+            evaluates = last or step % config.eval_every == 0
+            saves = config.save_every and (last or step % config.save_every == 0)
+            reads = step == first or step % config.log_every == 0
+            # Several processes must agree when to stop, so they wait for a read.
+            reads |= stop.is_set() and jax.process_count() == 1
+            if not (reads or evaluates or saves):
+                continue  # without waiting for the device
+            records, pending = jax.device_get(pending), []
+            seconds = (time.perf_counter() - started) / len(records)
+            if evaluates:
+                records[-1]["val_loss"] = evaluate(model, state, val_data)
+            for record in records:
+                record |= _speed(config, model, seconds)
+                if is_first:
+                    metrics.append(record, log)
+                show(bar, record)
+                check_finite(record, out)
+            if step == first and recipe is not None:
+                assert_live(stats_before, state.stats())
+            stopped = mesh.any_of(stop.is_set())
+            if saves or (stopped and config.save_every):
+                checkpoint.save(checkpoints(out), step, state)
+                if is_first:
+                    plot.draw_curves(out, recipe)
+            if stopped and not last:
+                raise KeyboardInterrupt
             started = time.perf_counter()
-            for step in range(first, config.steps + 1):
-                tokens = self.data[step - 1]
-                tokens = tokens.reshape(config.accumulate, -1, config.seq + 1)
-                tokens = mesh.distribute(tokens, None, "batch", None)
-                state, measured = train_step(state, tokens)
-                pending.append({"step": step, **measured})
-                last = step == config.steps
-                evaluates = last or step % config.eval_every == 0
-                saves = config.save_every and (last or step % config.save_every == 0)
-                reads = step == first or step % config.log_every == 0
-                # Several processes must agree when to stop, so they wait for a read.
-                reads |= stop.is_set() and jax.process_count() == 1
-                if not (reads or evaluates or saves):
-                    continue  # without waiting for the device
-                records, pending = jax.device_get(pending), []
-                speed = self._speed((time.perf_counter() - started) / len(records))
-                if evaluates:
-                    records[-1]["val_loss"] = evaluate(self.model, state, self.val_data)
-                for record in records:
-                    record |= speed
-                    if log is not None:
-                        log.write(record)
-                    show(bar, record)
-                    check_finite(record, self.out)
-                if step == first and recipe is not None:
-                    assert_live(stats_before, state.stats())
-                stopped = mesh.any_of(stop.is_set())
-                if saves or (stopped and config.save_every):
-                    checkpoint.save(checkpoints(self.out), step, state)
-                    if mesh.is_first():
-                        plot.draw_curves(self.out, recipe)
-                if stopped and not last:
-                    raise KeyboardInterrupt
-                started = time.perf_counter()
-        return state, stopped
-
-    def _speed(self, seconds: float) -> dict[str, float]:
-        """The metrics of steps that took so long each."""
-        tokens_per_s = self.config.batch * self.config.seq / seconds
-        if (peak := flops.peak()) is None:
-            return {"tokens_per_s": tokens_per_s}
-        per_token = flops.per_token(self.model.config, self.config.seq)
-        mfu = tokens_per_s * per_token / (peak * mesh.size())
-        return {"tokens_per_s": tokens_per_s, "mfu": mfu}
+    return state, stopped
 
 
-def _open_log(file: Path, after_step: int) -> Any:
-    """The metrics of the run after a step; None in all processes but the first."""
-    if not mesh.is_first():
-        return nullcontext()
-    log = metrics.MetricsLog(file, after_step)
-    if log.moved:
-        moved = f"{log.moved} later or damaged lines of {file}"
-        print(f"{moved} moved to {file.with_suffix('.repeated.jsonl')}")
-    if log.missing:
-        print(f"warning: {file} lacks {log.missing} of the {after_step} steps so far")
-    return closing(log)
+def _speed(config: Config, model: Llama, seconds: float) -> dict[str, float]:
+    """The metrics of steps that took so long each."""
+    tokens_per_s = config.batch * config.seq / seconds
+    if (peak := flops.peak()) is None:
+        return {"tokens_per_s": tokens_per_s}
+    flops_per_s = tokens_per_s * flops.per_token(model.config, config.seq)
+    return {"tokens_per_s": tokens_per_s, "mfu": flops_per_s / (peak * mesh.size())}
 
 
 def check_finite(record: dict[str, Any], out: Path) -> None:

@@ -71,10 +71,9 @@ def export(
 ) -> None:
     """Writes a checkpoint with the INT8 codes that the model multiplies by.
 
-    The codes of projections are those of ``fbq_jax.freeze``; all other parameters are
-    in ``model.config.dtype``. The format "gguf" writes the file model-Q8_0.gguf, every
-    other one a checkpoint of transformers. ``variables`` are those before or after
-    ``freeze``. Other arguments and errors are those of `save` and `check_exportable`.
+    ``variables`` are those before or after ``fbq_jax.freeze``. Parameters without codes
+    are in ``model.config.dtype``. The format "gguf" writes the file model-Q8_0.gguf,
+    every other one a checkpoint of transformers; ``like`` is as in `save`.
     """
     folder, config = Path(folder), model.config
     check_new(folder)

@@ -56,8 +56,7 @@ def tensor_views(
 ) -> dict[str, TensorView]:
     """Returns the tensors of a checkpoint, by name, in parameters by path.
 
-    Layers are stacked along the first axis of a parameter, their experts along the
-    second, and kernels are transposed.
+    A parameter stacks its layers, then their experts; kernels are transposed.
     """
     views: dict[str, TensorView] = {}
     for path, parameter in flat.items():
