@@ -36,8 +36,7 @@ def save(folder: Path, step: int, state: object) -> None:
     """Writes the checkpoint `folder/<step>`, a pytree, and keeps the one before it.
 
     Checkpoints from `step` on are deleted first: `find` skipped them. Once the new one
-    has its checksums, all others but the newest that has some are deleted. If a file
-    cannot be written, raises UserError; checkpoints before `step` are unchanged.
+    has its checksums, all others but the newest that has some are deleted.
     """
     sums = folder / str(step) / _SUMS
     try:
@@ -65,10 +64,10 @@ def save(folder: Path, step: int, state: object) -> None:
 def find(folder: Path) -> Found:
     """Finds the newest checkpoint that is whole.
 
-    A checkpoint without checksums is incomplete: its writing was interrupted. If none
-    is whole and at least one has changed since it was written, raises UserError.
+    If none is whole and one has changed since it was written, raises UserError.
     """
-    skipped, changed = [], False
+    skipped: list[str] = []
+    changed = False
     for step in reversed(_steps(folder)):
         if (problem := _problem(folder / str(step))) is None:
             return Found(step, skipped)
@@ -94,8 +93,7 @@ def read(folder: Path, step: int, like: T) -> T:
     """Reads the checkpoint `folder/<step>`, which is whole.
 
     ``like`` is a pytree of arrays with the structure, shapes and dtypes of the
-    checkpoint, and the shardings to restore it with, on any mesh. Another structure
-    raises UserError.
+    checkpoint, and the shardings to restore it with, on any mesh.
     """
     try:
         with _manager(folder) as manager:
@@ -141,9 +139,8 @@ def _checksums(folder: Path) -> str:
 def _manager(folder: Path) -> Iterator[ocp.CheckpointManager]:
     """Orbax's manager, without its logs, which repeat errors that it raises in pages.
 
-    After an error, other writes fail in TensorStore's threads, whose event loop is
-    closed by then, or in tasks that nobody awaits. These report at any later time, so
-    they stay silent.
+    After an error, other writes fail in TensorStore's threads or in tasks that nobody
+    awaits. These report at any later time, so they stay silent.
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]

@@ -107,8 +107,7 @@ def batches(
 ) -> grain.MapDataset[np.ndarray]:
     """Returns endless batches with random access, shuffled anew in each epoch.
 
-    Item i is batch i: int32 [batch, seq + 1]. The inputs are columns [:-1] and their
-    targets are columns [1:].
+    Item i is batch i: int32 [batch, seq + 1], inputs [:-1] and targets [1:].
     """
     tokens = getattr(corpus, part)
     if len(tokens) <= seq:

@@ -62,8 +62,7 @@ def given(asked: argparse.Namespace, cls: type) -> dict[str, Any]:
 def check(instance: Any) -> None:
     """Checks all fields of a dataclass that do not have their default value.
 
-    A float field also accepts integers, which become floats. An integer field accepts
-    no bool. The message of a UserError names the field and what it accepts.
+    Integers in float fields become floats. A UserError names the field.
     """
     for name, hint in type_hints(type(instance), include_extras=True).items():
         value = getattr(instance, name)

@@ -119,8 +119,16 @@ def write(asked: argparse.Namespace) -> None:
     found = build.load(asked.folder, asked.weights)
     prompt = (found.codec.encode_chat if asked.chat else found.codec.encode)(text)
     config, length = found.model.config, len(prompt)
-    _check_prompt(prompt, config.vocab_size, config.max_seq_len)
-    fitting = min(how.tokens, config.max_seq_len - length)
+    longest, vocab_size = config.max_seq_len, config.vocab_size
+    if not prompt:
+        raise UserError("the prompt is empty: give --prompt a text")
+    if length >= longest:
+        raise UserError(f"the prompt has {length} tokens; the model takes {longest}")
+    if (last := max(prompt)) >= vocab_size:
+        raise UserError(
+            f"the tokenizer gives the prompt a token {last} of {vocab_size}"
+        )
+    fitting = min(how.tokens, longest - length)
     times = [time.perf_counter()]
     how_many = dataclasses.replace(how, tokens=fitting)
     generator = make_generator(found.model, found.variables, how_many, length)
@@ -136,8 +144,8 @@ def write(asked: argparse.Namespace) -> None:
         speed += f"; then {steps} tokens, {steps / (times[-1] - read):,.1f} tokens/s"
     print(speed, file=sys.stderr)
     if drawn == fitting < how.tokens:
-        longest = f"the model's longest sequence, {config.max_seq_len} tokens"
-        print(f"stopped at {longest}", file=sys.stderr)
+        what = f"the model's longest sequence, {longest} tokens"
+        print(f"stopped at {what}", file=sys.stderr)
 
 
 def _print(
@@ -165,24 +173,9 @@ def _print(
     return len(text) - len(prompt)
 
 
-def _check_prompt(prompt: list[int], vocab_size: int, longest: int) -> None:
-    if not prompt:
-        raise UserError("the prompt is empty: give --prompt a text")
-    if (length := len(prompt)) >= longest:
-        raise UserError(
-            f"the prompt has {length} tokens; the model takes fewer than {longest}"
-        )
-    if (last := max(prompt)) >= vocab_size:
-        raise UserError(
-            f"the tokenizer gives the prompt a token {last}, of {vocab_size} tokens"
-        )
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.llama.generate",
-        description="Continues a text with a trained model.",
-    )
+    prog, text = "python -m examples.llama.generate", "Continues a text with a model."
+    parser = argparse.ArgumentParser(prog, description=text)
     add = parser.add_argument
     text = "folder of a run of examples.llama.train, or of a Hugging Face model, such "
     text += "as the exports blockwise_int8 and compressed-tensors"

@@ -67,8 +67,7 @@ def join(argv: Sequence[str]) -> None:
     except ValueError as error:
         raise UserError(
             "hosts takes host:port, the number of processes and the index of this one, "
-            "such as 10.0.0.1:1234,2,0, or no value on a cluster that JAX detects; got "
-            f"{hosts!r} ({error})"
+            f"or no value on a cluster that JAX detects; got {hosts!r} ({error})"
         ) from error
 
 
@@ -165,10 +164,8 @@ def size() -> int:
 def check_batch(sequences: int) -> None:
     """Raises UserError if the mesh in use does not divide a batch."""
     if sequences % (count := shards("batch")):
-        raise UserError(
-            f"the mesh splits a batch into {count} shards, which does not divide the "
-            f"{sequences} sequences of a microbatch (batch / accumulate)"
-        )
+        what = f"which does not divide the {sequences} sequences of a microbatch"
+        raise UserError(f"the mesh splits a batch into {count} shards, {what}")
 
 
 def collect(params: Any) -> Any:

@@ -56,10 +56,7 @@ def append(record: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the records in `path`, in order; none if it does not exist.
-
-    Lines that are no records are left out: a killed run can leave a truncated one.
-    """
+    """Reads the records in `path`, in order, without lines that are no records."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [record for record in map(_parse, lines) if record is not None]
 

@@ -1,9 +1,7 @@
 """A Llama in Flax Linen, with the settings of the families that descend from it.
 
-`LlamaConfig` has a setting for each difference between them, and `hf/families.py` lists
-the settings of each family.
-
-The argument ``dot_general`` computes all projections of a layer:
+`hf/families.py` lists the settings of each family. The argument ``dot_general``
+computes all projections of a layer:
 
 >>> import jax, jax.numpy as jnp
 >>> config = LlamaConfig(
@@ -17,9 +15,9 @@ The argument ``dot_general`` computes all projections of a layer:
 (1, 8, 64)
 
 Q, K and V are one projection, and gate and up are another, so that their shared input
-is quantized once, as part of the norm before them (see `projections.py`). The columns
-of the QKV projection are grouped by key-value head: its queries, its key, its value.
-A device that holds some of these groups computes a model with fewer heads.
+is quantized once. The columns of the QKV projection are grouped by key-value head: its
+queries, its key, its value. A device that holds some of these groups computes a model
+with fewer heads.
 """
 
 import functools
@@ -38,9 +36,8 @@ from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import INITIALIZER, Part
 from examples.llama.rotary import Tables, rotate
 
-# The collections that have an axis of layers. FallbackDot keeps its state in "fallback"
-# by default, and "_overwrite_with_gradient" is Flax's transport, for
-# FallbackDot(collection=...) and for FP8. The others tell training about experts.
+# The collections that have an axis of layers: "_overwrite_with_gradient" is Flax's, for
+# FallbackDot(collection=...) and for FP8; the last three tell training about experts.
 _STACKED = (
     *("params", "fallback", "fallback_codes", "_overwrite_with_gradient"),
     *("expert_stats", "losses", "intermediates"),
@@ -100,8 +97,10 @@ class Attention(Part):
             k = lax.dynamic_update_slice_in_dim(cached[0], k, start, axis=1)
             v = lax.dynamic_update_slice_in_dim(cached[1], v, start, axis=1)
             cached = k, v
-        options = {"scale": config.score_scale(), "softcap": config.attn_softcap}
-        attend = functools.partial(attention.attend, start=start, **options)
+        scale, softcap = config.score_scale(), config.attn_softcap
+        attend = functools.partial(
+            attention.attend, start=start, scale=scale, softcap=softcap
+        )
         windows = [kind.window for kind in config.distinct_kinds()]
         windows = [None if w is None or w >= k.shape[1] else w for w in windows]
         # cuDNN takes windows that the compiler knows.

@@ -106,10 +106,8 @@ class LlamaConfig:
         if self.sliding_layers and self.sliding_window is None:
             raise UserError("sliding_window takes an integer with sliding_layers")
         if isinstance(self.rope_scaling, YarnScaling) and (theta == 1 or dim == 2):
-            raise UserError(
-                "YaRN takes a rope_theta above 1 and a head_dim above 2, got "
-                f"{theta:g} and {dim}"
-            )
+            limits = "a rope_theta above 1 and a head_dim above 2"
+            raise UserError(f"YaRN takes {limits}, got {theta:g} and {dim}")
         if experts and self.top_k > experts:
             raise UserError(
                 f"top_k takes at most num_experts ({experts}), got {self.top_k}"

@@ -1,5 +1,6 @@
 """Plots of runs: losses, fallback rates and experts, and recipes compared."""
 
+import io
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from examples.llama import atomic, metrics
 from fbq_jax import Recipe
 
-# The color-blind-safe palette of Okabe and Ito, with gray in place of yellow, and seven
-# others. Dashes keep overlapping curves visible.
+# The palette of Okabe and Ito, with gray in place of yellow, and seven others.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#999999", "#661177", "#8C6D1F", "#332288"),
@@ -31,10 +31,9 @@ Records = list[dict[str, Any]]
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
     """Draws `curves.png` from the `metrics.jsonl` of a run; None is bf16 or FP8.
 
-    The top shows the losses. For a recipe with fallback, a row below has a panel for
-    each projection, with the fallback rate of every layer and the target range. For a
-    mixture of experts the last row shows how unequal their load is over the steps, and
-    the load and fallback rates of each expert in each layer at the end.
+    The top shows the losses, a row below the fallback rate of every layer and the
+    target range, and the last row how unequal the load of experts is over the steps,
+    and the load and fallback rates of each expert in each layer at the end.
     """
     records = metrics.read(run / "metrics.jsonl")
     loads = _alike(records, lambda r: r.get("expert_load"))
@@ -55,10 +54,7 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
 
 
 def draw_comparison(runs: list[Path], path: Path) -> None:
-    """Draws the losses of runs of as many steps, and their differences from the first.
-
-    The names of their folders label the curves.
-    """
+    """Draws the losses of equally long runs, and their differences from the first."""
     title = "Loss (legend: mean of the last 20 steps; circles: validation)"
     figure, losses, differences = loss_panels(title, runs[0].name)
     final = [metrics.summarize(run).loss for run in runs]
@@ -104,10 +100,7 @@ def _draw_validation(axes: Axes, records: Records, **line: Any) -> None:
 
 
 def _alike(records: Records, value_of: Any) -> Records:
-    """The records with a value of the shapes of the last one's.
-
-    Only an edited file has records of several models; the last one counts.
-    """
+    """The records whose value has the shapes of the last one's; edited files differ."""
     found = [(jax.tree.map(np.shape, x), r) for r in records if (x := value_of(r))]
     return [record for shape, record in found if shape == found[-1][0]]
 
@@ -182,10 +175,8 @@ def _draw_experts(figure: SubFigure, records: Records) -> None:
         if values is not load:
             bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     panels[0].set(ylabel="layer")
-    figure.suptitle(
-        "Experts (left: of each layer, smoothed; maps: means over the last twentieth "
-        "of the steps)"
-    )
+    maps_show = "means over the last twentieth of the steps"
+    figure.suptitle(f"Experts (left: of each layer, smoothed; maps: {maps_show})")
 
 
 def style(index: int) -> dict[str, Any]:
@@ -224,4 +215,6 @@ def finish(axes: Axes, legend: Place = "upper right") -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a PNG file; raises the errors of `atomic.write`."""
-    atomic.write_by(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    atomic.write(path, picture.getvalue())

@@ -43,7 +43,7 @@ def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | 
 
 def _could_fuse(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     is_int8 = isinstance(dot_general, fbq_jax.FallbackDot)
-    recipe = getattr(dot_general, "recipe", None)
+    recipe: Any = getattr(dot_general, "recipe", None)
     return config.saved_bits is not None and is_int8 and fbq_jax.fuses(recipe)
 
 
@@ -99,9 +99,8 @@ class Part(nn.Module):
     def _options(self, *, fused: bool = False) -> dict[str, Any]:
         config = self.config
         options = {"dtype": config.dtype, "kernel_init": INITIALIZER}
-        options |= (
-            {"epsilon": config.norm_eps, "bits": config.saved_bits} if fused else {}
-        )
+        if fused:
+            options |= {"epsilon": config.norm_eps, "bits": config.saved_bits}
         return options | {"dot_general": self.dot_general}
 
 

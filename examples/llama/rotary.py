@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from examples.llama.fields import FromOne, Positive, Size
 class LinearScaling:
     """All rotations are slowed down by ``factor`` (arXiv 2306.15595)."""
 
-    attention_factor: ClassVar[float] = 1.0
     factor: FromOne
 
     def __post_init__(self) -> None:
@@ -38,7 +37,6 @@ class Llama3Scaling:
     between, the scale is interpolated in the number of turns.
     """
 
-    attention_factor: ClassVar[float] = 1.0
     factor: FromOne
     low_freq_factor: Positive
     high_freq_factor: Positive
@@ -47,9 +45,10 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         fields.check(self)
         if self.high_freq_factor <= self.low_freq_factor:
-            low, high = self.low_freq_factor, self.high_freq_factor
-            low = f"low_freq_factor ({low})"
-            raise UserError(f"high_freq_factor takes a number above {low}, got {high}")
+            got = (
+                f"low_freq_factor ({self.low_freq_factor}), got {self.high_freq_factor}"
+            )
+            raise UserError(f"high_freq_factor takes a number above {got}")
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
         """Returns the scaled rotation frequencies, in radians per token."""
@@ -129,24 +128,20 @@ def rotary_tables(
             frequency = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
             if rope.scaling is not None:
                 frequency = rope.scaling.scale(frequency)
-                factor = rope.scaling.attention_factor
+                factor = getattr(rope.scaling, "attention_factor", 1.0)
         frequencies.append(frequency)
         factors.append(factor)
     positions = jnp.arange(seq_len, dtype=jnp.float32) + jnp.float32(start)
     turned = jnp.asarray(np.array(frequencies), jnp.float32)
     angles = (positions[None, :, None] * turned[:, None])[:, :, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if all(factor == 1 for factor in factors):
-        return cos, sin
     scales = jnp.asarray(factors, jnp.float32)[:, None, None, None]
-    return cos * scales, sin * scales
+    return jnp.cos(angles) * scales, jnp.sin(angles) * scales
 
 
 def rotate(x: jax.Array, tables: Tables) -> jax.Array:
-    """Rotates each head, [B, S, heads, head_dim], by its position.
+    """Rotates each head, [B, S, heads, head_dim], by its position, in float32.
 
-    Channel i is paired with channel i + head_dim / 2. The computation is in float32;
-    ``tables`` are those of one kind of layer.
+    Channel i is paired with channel i + head_dim / 2.
     """
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -17,12 +17,11 @@ from examples.llama.errors import UserError, writing
 from examples.llama.hf.files import read_json
 
 # Entries of config.json beside the options: the fingerprint of the data, and the order
-# of the QKV columns in a checkpoint, which differs in older checkpoints.
+# of the QKV columns, which differs in older checkpoints.
 FACTS = {"corpus", "columns"}
 COLUMNS = "in turns"
 
-# Options that a resumed run may change: the numbers of its steps do not depend on them.
-# The path may be another one of the same data.
+# Options that a resumed run may change; the path may be another one of the same data.
 CHANGEABLE = {"data", "log_every", "eval_every", "save_every"}
 
 
@@ -68,10 +67,20 @@ def enter_folder(
         with writing(out):
             _lock(lock.fileno(), out)
         check_folder(out, config, resume)  # again: another run may have come and gone
-        if resume:
-            _check_same_run(out, config, corpus)
-        else:
+        if not resume:
             write_options(out, config, corpus)
+        options, stored = _options(config, corpus), read_options(out)
+        if options["corpus"] != stored["corpus"]:
+            now = f"data = {config.data} has {options['corpus']}"
+            before = f"data = {stored['data']} had {stored['corpus']}"
+            other = "be resumed with other data than before"
+            raise UserError(f"{out} cannot {other}: {now}, and {before}")
+        for name, value in stored.items():
+            if name not in CHANGEABLE and options[name] != value:
+                other = f"{name} = {options[name]}"
+                raise UserError(
+                    f"{out} has {name} = {value}, so it cannot be resumed with {other}"
+                )
         yield
 
 
@@ -93,22 +102,6 @@ def _lock(file: int, out: Path) -> None:
 def _options(config: Config, corpus: Corpus) -> dict[str, Any]:
     facts = {"corpus": corpus.fingerprint(), "columns": COLUMNS}
     return dataclasses.asdict(config) | facts
-
-
-def _check_same_run(out: Path, config: Config, corpus: Corpus) -> None:
-    options, stored = _options(config, corpus), read_options(out)
-    if options["corpus"] != stored["corpus"]:
-        now = f"data = {config.data} has {options['corpus']}"
-        before = f"data = {stored['data']} had {stored['corpus']}"
-        raise UserError(
-            f"{out} cannot be resumed with other data than before: {now}, and {before}"
-        )
-    for name, value in stored.items():
-        if name not in CHANGEABLE and options[name] != value:
-            other = f"{name} = {options[name]}"
-            raise UserError(
-                f"{out} has {name} = {value}, so it cannot be resumed with {other}"
-            )
 
 
 def write_options(out: Path, config: Config, corpus: Corpus) -> None:

@@ -12,7 +12,7 @@ weight of the model's configuration, and the router's z-loss (ST-MoE), with `Z_L
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.struct
 import flax.traverse_util
@@ -34,7 +34,7 @@ Z_LOSS = 0.001
 
 PyTree = Any
 Metrics = dict[str, Any]
-Optimizer = optax.GradientTransformation
+Optimizer: TypeAlias = optax.GradientTransformation
 
 
 @flax.struct.dataclass
@@ -49,11 +49,8 @@ class TrainState:
 
     def variables(self) -> dict[str, PyTree]:
         """Returns the variables of the model."""
-        return {
-            "params": self.params,
-            "fallback": self.fallback,
-            OVERWRITE_WITH_GRADIENT: self.overwritten,
-        }
+        state = {"fallback": self.fallback, OVERWRITE_WITH_GRADIENT: self.overwritten}
+        return {"params": self.params, **state}
 
     def stats(self) -> dict[str, Any]:
         """Returns rate, theta and count of each quantized layer, on the host."""
@@ -135,7 +132,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=4)
 def make_train_step(
     model: Llama, optimizer: Optimizer, schedule: optax.Schedule
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """Returns the jitted training step, ``(state, tokens) -> (state, metrics)``.
 
     ``tokens`` is int32 [N, B/N, S+1]. The step averages the gradients of microbatches,
@@ -179,9 +176,7 @@ def make_train_step(
 _Carry = tuple[PyTree, PyTree, PyTree]
 
 
-def _accumulate(
-    model: Llama, state: TrainState, tokens: jax.Array
-) -> tuple[_Carry, Metrics]:
+def _accumulate(model: Llama, state: TrainState, tokens: Any) -> tuple[_Carry, Any]:
     """Scans over microbatches [N, B/N, S+1]; also returns what `_loss` measured."""
     value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
     codes: dict[str, PyTree] = {}

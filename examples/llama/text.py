@@ -16,13 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from examples.llama.config import Config
 from examples.llama.data import SEPARATOR, token_ids_folder
 from examples.llama.errors import UserError
+from examples.llama.hf import files
 from examples.llama.hf.config_json import to_json
-from examples.llama.hf.files import (
-    TOKENIZER,
-    CheckpointError,
-    load_tokenizer,
-    read_json,
-)
+from examples.llama.hf.files import TOKENIZER, load_tokenizer, read_json
 from examples.llama.model_config import LlamaConfig
 
 
@@ -97,10 +93,8 @@ class TokenizerOf:
                 listed = ids if isinstance(ids, list) else [ids]
                 if all(type(i) is int for i in listed):
                     return frozenset(listed)
-                got = json.dumps(ids)
-                raise CheckpointError(
-                    f"{name}: eos_token_id takes a token or a list of them, got {got}"
-                )
+                got = f"a token or a list of them, got {json.dumps(ids)}"
+                raise files.CheckpointError(f"{name}: eos_token_id takes {got}")
         end = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         return frozenset() if end is None else frozenset({end})
 
@@ -170,12 +164,9 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
         yield None if config.from_hf is None else folder
         return
     ids = {"eos_token_id": SEPARATOR[0]} if folder is None else {}
-    contents = {
-        "config.json": to_json(model) | ids,
-        "generation_config.json": ids,
-        # What loads tokenizer.json in transformers.
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
-    }
+    loader = {"tokenizer_class": "PreTrainedTokenizerFast"}  # in transformers
+    contents = {"config.json": to_json(model) | ids, "generation_config.json": ids}
+    contents["tokenizer_config.json"] = loader
     with tempfile.TemporaryDirectory() as temporary:
         for name, content in contents.items():
             (Path(temporary) / name).write_text(json.dumps(content, indent=2) + "\n")

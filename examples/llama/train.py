@@ -24,7 +24,7 @@ from examples.llama.run_folder import has_run
 from examples.llama.training import train
 from fbq_jax.export import FORMATS, ExportError
 
-# Sizes are multiples of 128, so that quantized matrices consist of complete blocks.
+# Sizes are multiples of 128: quantized matrices consist of complete blocks.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},  # the defaults of Config: minutes on two CPU cores
     # 150 million parameters: minutes on one GPU
@@ -50,10 +50,7 @@ class Command(NamedTuple):
 
 
 def parse_command(argv: Sequence[str] | None = None) -> Command:
-    """Reads the command line; None means the arguments of the process.
-
-    Raises UserError if two flags contradict each other.
-    """
+    """Reads the command line; None means the arguments of the process."""
     asked = _parser().parse_args(argv)
     given = fields.given(asked, Config)
     for name in MODEL_SIZES if "from_hf" in given else ():
@@ -84,11 +81,9 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.llama.train",
-        description="Trains a Llama in INT8, FP8 or bf16 and plots its losses.",
-        parents=[mesh.PARSER],
-    )
+    text = "Trains a Llama in INT8, FP8 or bf16 and plots its losses."
+    prog = "python -m examples.llama.train"
+    parser = argparse.ArgumentParser(prog, description=text, parents=[mesh.PARSER])
     fields.add_options(parser, Config)
     add = parser.add_argument
     text = "defaults (default: tiny on a CPU, small on an accelerator)"
@@ -107,8 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 def configure(command: Command, like: Path | None, **fixed: Any) -> Config:
     """Returns the options of a run; `fixed` ones override the command line.
 
-    The folder ``like`` of a run provides the options that are not given; None takes
-    them from the defaults.
+    Options that are not given are those of the run in ``like``, or the defaults.
     """
     defaults = run_folder.read_options(like) if like else command.defaults
     defaults = {name: defaults[name] for name in defaults.keys() - run_folder.FACTS}

@@ -47,8 +47,7 @@ def train(
         export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
             also written to the folder of this name in `out`. None writes none.
 
-    Raises UserError, ExportError or OSError; nothing is written if what is asked for is
-    not possible.
+    Nothing is written if what is asked for is not possible.
     """
     run_folder.check_folder(out, config, resume)
     mesh.wait("checked")
@@ -92,9 +91,7 @@ def _describe(config: Config, model: Llama, parameters: int, tokens: int) -> Non
     if reason := why_not_fused(model.config, model.dot_general):
         print(f"note: {reason}")
     if config.from_hf is not None and (name := hf.quantization(config.from_hf)):
-        print(
-            f"note: {config.from_hf} is INT8 ({name}): codes times scales are trained"
-        )
+        print(f"note: {config.from_hf} is INT8 ({name}); training starts in floats")
 
 
 def _latest_state(out: Path, start: TrainState) -> TrainState:

@@ -13,7 +13,7 @@ import numpy as np
 from examples.llama.hf import files
 from examples.llama.hf.config_json import SPECIAL_TOKENS, family_of, from_json, to_json
 from examples.llama.hf.families import FAMILIES, Family
-from examples.llama.hf.files import CONFIG, CheckpointError
+from examples.llama.hf.files import CONFIG, CheckpointError, Folder
 from examples.llama.hf.quantized import scheme_of
 from examples.llama.hf.tensor_views import TensorView, parameter_shapes, tensor_views
 from examples.llama.model_config import LlamaConfig
@@ -25,12 +25,11 @@ _GENERATION = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-# Rows of a tensor that are copied at once: when transposed, they fill cache lines,
-# which single rows do not.
+# Rows that are copied at once: when transposed, they fill cache lines.
 _ROWS_PER_COPY = 16
 
 
-def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
+def load(folder: Folder) -> tuple[LlamaConfig, dict[str, Any]]:
     """Reads a checkpoint of transformers, of `save` or of `export`.
 
     The weights are float32, float16 or bfloat16, or INT8 in the formats
@@ -74,25 +73,25 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
     return config, flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
-def is_checkpoint(folder: str | Path) -> bool:
+def is_checkpoint(folder: Folder) -> bool:
     """Whether a folder holds a model in Hugging Face's format, or as a GGUF file."""
     if not (Path(folder) / CONFIG).exists():
         return any(Path(folder).glob("*.gguf"))
     return "model_type" in files.read_json(Path(folder) / CONFIG)
 
 
-def quantization(folder: str | Path) -> str | None:
+def quantization(folder: Folder) -> str | None:
     """The format of the INT8 weights of a checkpoint; None if they are floats."""
     scheme = scheme_of(_read_config(Path(folder)), Path(folder) / CONFIG)
     return None if scheme is None else scheme.name
 
 
 def save(
-    folder: str | Path,
+    folder: Folder,
     config: LlamaConfig,
     params: Mapping[str, Any],
     *,
-    like: str | Path | None = None,
+    like: Folder | None = None,
 ) -> None:
     """Writes a float32 checkpoint that `load` and transformers can read.
 
@@ -125,7 +124,7 @@ def write_folder(
     folder: Path,
     stored: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
-    like: str | Path | None,
+    like: Folder | None,
 ) -> None:
     """Writes config.json, tensors, and the files for generation of ``like``."""
     with files.new_folder(folder) as complete:
@@ -136,9 +135,7 @@ def write_folder(
         files.write_tensors(complete, tensors)
 
 
-def config_json(
-    config: LlamaConfig, like: str | Path | None
-) -> tuple[dict[str, Any], Family]:
+def config_json(config: LlamaConfig, like: Folder | None) -> tuple[Any, Family]:
     """The content of config.json, with ``like``'s ids of special tokens; its family."""
     if like is None:
         stored = to_json(config)

@@ -15,17 +15,11 @@ from examples.llama.rotary import LinearScaling, Llama3Scaling, RopeScaling, Yar
 Json = Mapping[str, Any]
 
 # Fields of LlamaConfig and their keys in config.json.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "norm_eps": "rms_norm_eps",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_seq_len": "max_position_embeddings",
-}
+_FIELDS = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
+_FIELDS |= {"intermediate_size": "intermediate_size", "num_layers": "num_hidden_layers"}
+_FIELDS |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+_FIELDS |= {"head_dim": "head_dim", "norm_eps": "rms_norm_eps"}
+_FIELDS |= {"max_seq_len": "max_position_embeddings"}
 # Models without grouped queries omit the first, models whose heads share hidden_size
 # the second.
 _OPTIONAL = ("num_key_value_heads", "head_dim")
@@ -147,10 +141,9 @@ def _layer_list(stored: Json, key: str, layers: range, values: tuple[Any, ...]) 
     listed = stored[key]
     is_list = isinstance(listed, list) and len(listed) == len(layers)
     if not is_list or any(value not in values for value in listed):
-        raise ValueError(
-            f"{key} takes {' or '.join(map(repr, values))} for each of the "
-            f"{len(layers)} layers, got {reprlib.repr(listed)}"
-        )
+        accepted, n = " or ".join(map(repr, values)), len(layers)
+        got = f"{n} layers, got {reprlib.repr(listed)}"
+        raise ValueError(f"{key} takes {accepted} for each of the {got}")
     return listed
 
 

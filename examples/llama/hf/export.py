@@ -15,7 +15,7 @@ import fbq_jax
 from examples.llama.hf import gguf_file
 from examples.llama.hf.checkpoint import config_json, write_folder
 from examples.llama.hf.families import Family
-from examples.llama.hf.files import check_new, new_folder
+from examples.llama.hf.files import Folder, check_new, new_folder
 from examples.llama.hf.tensor_views import ROUTER, parameter_shapes, tensor_views
 from examples.llama.model import Llama
 from examples.llama.projections import fuses
@@ -26,9 +26,7 @@ _TURN = 128
 _TOKENS = jax.ShapeDtypeStruct((1, 2), jnp.int32)
 
 
-def check_exportable(
-    name: str, model: Llama, *, like: str | Path | None = None
-) -> None:
+def check_exportable(name: str, model: Llama, *, like: Folder | None = None) -> None:
     """Checks, before a model is trained, that `export` takes it.
 
     Raises ExportError, or CheckpointError if no family has the model's settings.
@@ -62,12 +60,12 @@ def check_exportable(
 
 
 def export(
-    folder: str | Path,
+    folder: Folder,
     name: str,
     model: Llama,
     variables: Mapping[str, Any],
     *,
-    like: str | Path | None = None,
+    like: Folder | None = None,
 ) -> None:
     """Writes a checkpoint with the INT8 codes that the model multiplies by.
 
@@ -106,9 +104,7 @@ def _arrays(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {path: leaf for path, leaf in flat.items() if jax.tree.leaves(leaf)}
 
 
-def _weights(
-    model: Llama, family: Family, variables: Mapping[str, Any]
-) -> dict[str, BlockWeight]:
+def _weights(model: Llama, family: Family, variables: Any) -> dict[str, BlockWeight]:
     """The weights of frozen projections by the names of their tensors."""
     weights = {}
     for path, weight in frozen_weights(variables).items():

@@ -95,7 +95,7 @@ _GEMMA: dict[str, Any] = {
 }
 _GEMMA_KEYS = {"query_pre_attn_scalar": "query_pre_attn_scalar"}
 _GEMMA_KEYS |= {"logit_softcap": "final_logit_softcapping"}
-_GEMMA_SETTINGS = {"unit_offset_norms": True, "post_norms": True}
+_GEMMA_SETTINGS: dict[str, Any] = {"unit_offset_norms": True, "post_norms": True}
 _GEMMA_SETTINGS |= {"activation": "gelu_tanh"}
 _GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GEMMA_DEFAULTS |= {"query_pre_attn_scalar": 256, "tie_word_embeddings": True}

@@ -20,6 +20,7 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+Folder = str | Path
 # The dtypes of weights in floats, as safetensors names them.
 FLOATS = ("F32", "F16", "BF16")
 # The size above which weights are written in shards, as transformers does.
@@ -50,7 +51,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
+def load_tokenizer(folder: Folder) -> tokenizers.Tokenizer | None:
     """Reads the ``tokenizer.json`` of a folder; None if it has none."""
     file = Path(folder) / TOKENIZER
     if not file.exists():

@@ -1,8 +1,7 @@
 """Writes models as GGUF files, which llama.cpp loads.
 
-llama.cpp computes a model by its architecture, and most of what `LlamaConfig` can vary
-is fixed there. `check` refuses a model that the architecture of its family would
-compute otherwise.
+llama.cpp computes a model by its architecture, where most of what `LlamaConfig` can
+vary is fixed. `check` refuses a model that its architecture would compute otherwise.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ from examples.llama.model_config import LlamaConfig
 from examples.llama.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from fbq_jax.export import ExportError
 
+Arrays = Mapping[str, np.ndarray]
 # The architectures that rotate channel 2i with channel 2i + 1, where transformers has
 # i and i + head_dim / 2.
 _INTERLEAVED = ("llama", "smollm3")
@@ -48,8 +48,8 @@ def write(
     file: Path,
     config: LlamaConfig,
     family: Family,
-    blocks: Mapping[str, np.ndarray],
-    floats: Mapping[str, np.ndarray],
+    blocks: Arrays,
+    floats: Arrays,
     like: str | Path | None,
 ) -> None:
     """Writes a GGUF file of a model that `check` has accepted.
@@ -115,7 +115,10 @@ def _problems(config: LlamaConfig, architecture: str) -> Iterator[str]:
 def _add_entries(writer: Any, config: LlamaConfig) -> None:
     """Adds the entries, and the tensor, that describe the model."""
     scaling, is_mixture = config.rope_scaling, config.num_experts is not None
-    window = config.sliding_window or config.max_seq_len
+    length = "original_max_position_embeddings"
+    window = None
+    if writer.arch in _WINDOW_INTERVAL:  # where it would have a default
+        window = config.sliding_window or config.max_seq_len
     entries = {
         "context_length": config.max_seq_len,
         "embedding_length": config.hidden_size,
@@ -123,8 +126,7 @@ def _add_entries(writer: Any, config: LlamaConfig) -> None:
         "feed_forward_length": config.intermediate_size,
         "head_count": config.num_heads,
         "head_count_kv": config.num_kv_heads,
-        "key_length": config.head_dim,
-        "value_length": config.head_dim,
+        **dict.fromkeys(("key_length", "value_length"), config.head_dim),
         "vocab_size": config.vocab_size,
         "layer_norm_rms_eps": config.norm_eps,
         "expert_count": config.num_experts,
@@ -132,15 +134,12 @@ def _add_entries(writer: Any, config: LlamaConfig) -> None:
         "expert_feed_forward_length": config.intermediate_size if is_mixture else None,
         "attn_logit_softcapping": config.attn_softcap,
         "final_logit_softcapping": config.logit_softcap,
-        # Without an entry, it would be a default.
-        "sliding_window": window if writer.arch in _WINDOW_INTERVAL else None,
+        "sliding_window": window,
         "rope_dimension_count": config.head_dim,
         "rope_freq_base": config.rope_theta,
         "rope_freq_base_swa": config.local_rope_theta,
         # Phi-3's architecture asks for it in every model.
-        "rope_scaling_orig_ctx_len": getattr(
-            scaling, "original_max_position_embeddings", config.max_seq_len
-        ),
+        "rope_scaling_orig_ctx_len": getattr(scaling, length, config.max_seq_len),
     }
     for name, value in entries.items():
         if value is not None:
@@ -158,10 +157,7 @@ def _add_entries(writer: Any, config: LlamaConfig) -> None:
 
 
 def _add_tensors(
-    writer: Any,
-    config: LlamaConfig,
-    blocks: Mapping[str, np.ndarray],
-    floats: Mapping[str, np.ndarray],
+    writer: Any, config: LlamaConfig, blocks: Arrays, floats: Arrays
 ) -> None:
     """Adds matrices in the dtype of the model, vectors and routers in float32."""
     architectures = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -188,5 +184,5 @@ def _add_tensors(
         else:
             kind = gguf.GGMLQuantizationType.BF16
             array = array.astype(config.dtype).view(np.uint8)
-        name = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(name, np.ascontiguousarray(array), raw_dtype=kind)
+        stored = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(stored, np.ascontiguousarray(array), raw_dtype=kind)

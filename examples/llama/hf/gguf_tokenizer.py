@@ -1,10 +1,9 @@
 """The tokenizer of a checkpoint as the metadata of a GGUF file.
 
-llama.cpp has tokenizers of its own. Two of them read what ``tokenizer.json`` holds:
-``gpt2``, byte-level BPE, which knows how text is split by a name; and ``llama``, the
-BPE of SentencePiece, in which the scores of tokens order the merges. Their tokens are
-those of ``tokenizers``, except that ``llama`` puts a space after special tokens too,
-where a tokenizer puts one before a text.
+Two of llama.cpp's tokenizers read what ``tokenizer.json`` holds: ``gpt2``, byte-level
+BPE, which knows how text is split by a name; and ``llama``, SentencePiece's BPE, in
+which the scores of tokens order the merges. Their tokens are those of ``tokenizers``,
+except that ``llama`` also puts a space after special tokens.
 """
 
 import json
@@ -99,10 +98,8 @@ def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> N
     if not spaces and not special.merges:
         special.merges = [_NO_MERGE]
     ids, known = tokenizer.encode("a").ids, special.special_token_ids
-    special.add_special_token = {
-        "bos": ids[0] == known.get("bos", -1),
-        "eos": ids[-1] == known.get("eos", -1),
-    }
+    ends = {"bos": ids[0], "eos": ids[-1]}
+    special.add_special_token = {end: ends[end] == known.get(end, -1) for end in ends}
     special.add_to_gguf(writer, quiet=True)
 
 

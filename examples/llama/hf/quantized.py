@@ -14,6 +14,8 @@ import numpy as np
 
 from examples.llama.hf.files import FLOATS, CheckpointError, Stored
 
+Array = np.ndarray
+
 
 class Scheme(NamedTuple):
     """How the weights of a checkpoint are quantized."""
@@ -53,9 +55,10 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
     parts: dict[str, tuple[str, ...]]
     match entry:
         # SGLang's format: int8 codes and a float32 scale per block.
-        case {"quant_method": "blockwise_int8", "weight_block_size": [n, k]} if (
-            _are_sizes(n, k)
-        ):
+        case {
+            "quant_method": "blockwise_int8",
+            "weight_block_size": [int(n), int(k)],
+        } if min(n, k) > 0:
             parts = {"": ("I8",), "_scale_inv": ("F32",)}
             return Scheme("blockwise_int8", parts, partial(_multiply, (n, k)))
         # Codes of 8 bits, four in an int32, and a scale per group.
@@ -71,9 +74,9 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
                         "type": "int",
                         "symmetric": True,
                         "strategy": "group",
-                        "group_size": group,
+                        "group_size": int(group),
                     } as weights
-                } if _are_sizes(group) and not weights.get("actorder"):
+                } if group > 0 and not weights.get("actorder"):
                     parts = {"_packed": ("I32",), "_scale": FLOATS, "_shape": ("I64",)}
                     return Scheme("compressed-tensors", parts, partial(_unpack, group))
     raise CheckpointError(
@@ -83,13 +86,7 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
     )
 
 
-def _are_sizes(*values: Any) -> bool:
-    return all(type(value) is int and value > 0 for value in values)
-
-
-def _multiply(
-    block: tuple[int, int], codes: np.ndarray, scales: np.ndarray
-) -> np.ndarray:
+def _multiply(block: tuple[int, int], codes: Array, scales: Array) -> Array:
     blocks = tuple(-(-size // of) for size, of in zip(codes.shape, block, strict=True))
     if scales.shape != blocks:
         raise ValueError(f"takes scales {blocks}, got {scales.shape}")
@@ -97,9 +94,7 @@ def _multiply(
     return codes * every[: codes.shape[0], : codes.shape[1]]
 
 
-def _unpack(
-    group: int, packed: np.ndarray, scales: np.ndarray, shape: np.ndarray
-) -> np.ndarray:
+def _unpack(group: int, packed: Array, scales: Array, shape: Array) -> Array:
     n, k = (int(size) for size in shape)
     if packed.shape != (n, -(-k // 4)):
         raise ValueError(f"takes codes {(n, -(-k // 4))}, got {packed.shape}")

@@ -66,7 +66,13 @@ def tensor_views(
         matrices = stack.shape[: 2 if of_experts else 1]
         if is_kernel:  # joins the axes of gate_up
             stack = stack.reshape(*stack.shape[: len(matrices) + 1], -1)
-        groups, widths = _columns(config, path, stack.shape[-1])
+        # The columns have the first group of each tensor, then the second, and so on.
+        groups, widths = 1, [stack.shape[-1]]
+        if path.startswith("layers/attention/qkv/dense/"):
+            groups, dim = config.num_kv_heads, config.head_dim
+            widths = [config.num_heads // groups * dim, dim, dim]
+        elif path.endswith("gate_up/kernel"):
+            widths = [stack.shape[-1] // 2] * 2
         stack = stack.reshape(*stack.shape[:-1], groups, sum(widths))
         start = 0
         for name, width in zip(family.tensors_of(path), widths, strict=True):
@@ -83,14 +89,3 @@ def tensor_views(
                 views[tensor] = TensorView(rows, (*parts, view))
             start += width
     return views
-
-
-def _columns(config: LlamaConfig, path: str, width: int) -> tuple[int, tuple[int, ...]]:
-    """The number of groups that each tensor is split into, and their widths by tensor.
-
-    The parameter has the first group of each tensor, then the second, and so on.
-    """
-    if path.startswith("layers/attention/qkv/dense/"):
-        kv_heads, dim = config.num_kv_heads, config.head_dim
-        return kv_heads, (config.num_heads // kv_heads * dim, dim, dim)
-    return 1, (width // 2,) * 2 if path.endswith("gate_up/kernel") else (width,)
