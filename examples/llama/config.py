@@ -21,6 +21,8 @@ RECIPES: dict[str, DotGeneral | None] = {
     "fp8_current": Fp8Dot(scaling="current"),
 }
 
+# Python reads bytes that are no UTF-8 as U+DC80 to U+DCFF.
+_FILE_NAME = "[^\0\ud800-\udc7f\udd00-\udfff]+"
 # Bits per value that the norms and gates of a quantized model save by default.
 SAVED_BITS = 10
 
@@ -88,10 +90,7 @@ class Config:
         fields.check(self)
         for name in ("data", "from_hf"):
             text = getattr(self, name)
-            # Python reads bytes that are no UTF-8 as U+DC80 to U+DCFF.
-            if text is not None and not re.fullmatch(
-                "[^\0\ud800-\udc7f\udd00-\udfff]+", text
-            ):
+            if text is not None and not re.fullmatch(_FILE_NAME, text):
                 raise UserError(f"{name} takes the name of a file, got {text!r}")
         fields.check_divides(self, "accumulate", "batch")
         if self.experts is not None:

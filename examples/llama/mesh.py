@@ -23,9 +23,8 @@ from examples.llama.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 
-# The logical axes of each parameter, by the last names of its path; of several entries
-# that fit, the first counts. `nn.scan` puts the layers before them. All other
-# parameters are small, and are replicated.
+# The logical axes of each parameter, by the last names of its path; the first that fits
+# counts. `nn.scan` puts the layers before them. Other parameters are replicated.
 PARAMETERS: dict[tuple[str, ...], tuple[str | None, ...]] = {
     ("experts", "gate_up", "kernel"): ("expert", "embed", None),
     ("experts", "down", "kernel"): ("expert", None, "embed"),

@@ -51,8 +51,7 @@ class LlamaConfig:
     # The base, unscaled, in the layers with a window; None means that of all layers.
     local_rope_theta: FromOne | None = None
     nope_layers: tuple[int, ...] = ()  # those that do not rotate queries and keys
-    # The keys that a query sees, up to and including its own, in the sliding layers;
-    # None stands for all keys and for every layer.
+    # The keys that a query sees in the sliding layers; None stands for all, and every.
     sliding_window: Size | None = None
     sliding_layers: tuple[int, ...] | None = None
 

@@ -19,8 +19,8 @@ def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
 
 def show(bar: tqdm, record: dict[str, Any]) -> None:
     """Advances the progress bar by one step and shows the metrics of that step."""
-    tokens_per_s = f"{record['tokens_per_s']:,.0f}"
-    shown = {"loss": f"{record['loss']:.3f}", "tokens/s": tokens_per_s}
+    shown = {"loss": f"{record['loss']:.3f}"}
+    shown["tokens/s"] = f"{record['tokens_per_s']:,.0f}"
     if "mfu" in record:
         shown["mfu"] = f"{record['mfu']:.1%}"
     # A layer whose recipe has no fallback has no threshold.

@@ -28,10 +28,7 @@ from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot, fallback_stats, quantize_weights_once
 
 EVAL_BATCHES = 8
-
-# The weight of the z-loss of ST-MoE and of OLMoE (arXiv 2409.02060).
-Z_LOSS = 0.001
-
+Z_LOSS = 0.001  # the weight of the z-loss of ST-MoE and of OLMoE (arXiv 2409.02060)
 PyTree = Any
 Metrics = dict[str, Any]
 Optimizer: TypeAlias = optax.GradientTransformation

@@ -24,12 +24,9 @@ _FIELDS |= {"max_seq_len": "max_position_embeddings"}
 # the second.
 _OPTIONAL = ("num_key_value_heads", "head_dim")
 # The values that the model implements; any other value means another architecture.
-_ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "partial_rotary_factor": (None, 1.0),
-    "dual_chunk_attention_config": (None,),
-}
+_ACCEPTED: dict[str, Any] = dict.fromkeys(("attention_bias", "mlp_bias"), (None, False))
+_ACCEPTED |= {"partial_rotary_factor": (None, 1.0)}
+_ACCEPTED |= {"dual_chunk_attention_config": (None,)}
 # The scalings of the rotary frequencies, by their type in config.json.
 _SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -40,7 +37,7 @@ _NOT_COMPARED = (
     *("rope_theta", "rope_scaling", "local_rope_theta", "nope_layers"),
     *("sliding_window", "sliding_layers", "query_pre_attn_scalar"),
 )
-# The ids of tokens, which are not part of a model; `save` takes them from a checkpoint.
+# Not part of a model; `save` takes them from a checkpoint.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
