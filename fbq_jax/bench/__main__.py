@@ -37,10 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     picture = commands.add_parser("picture", help="plots the map of a JSON file")
     picture.add_argument("file", type=Path, metavar="FILE")
     picture.add_argument("picture", type=Path, metavar="PICTURE")
-    install = commands.add_parser(
-        "install-map",
-        help="makes a JSON file's map the one that the library reads on such a GPU",
-    )
+    text = "makes a JSON file's map the one that the library reads on such a GPU"
+    install = commands.add_parser("install-map", help=text)
     install.add_argument("file", type=Path, metavar="FILE")
     return parser
 
