@@ -17,5 +17,5 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"{path} cannot be written: {error.strerror}. Make room, or make the "
-            "folder writable, and continue with --resume"
+            "folder writable, and start again; a run continues with --resume"
         ) from error

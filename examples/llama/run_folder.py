@@ -67,9 +67,8 @@ def enter_folder(
         with writing(out):
             _lock(lock.fileno(), out)
         check_folder(out, config, resume)  # again: another run may have come and gone
-        if not resume:
-            write_options(out, config, corpus)
-        options, stored = _options(config, corpus), read_options(out)
+        options = _options(config, corpus)
+        stored = read_options(out) if resume else options
         if options["corpus"] != stored["corpus"]:
             now = f"data = {config.data} has {options['corpus']}"
             before = f"data = {stored['data']} had {stored['corpus']}"
@@ -81,6 +80,8 @@ def enter_folder(
                 raise UserError(
                     f"{out} has {name} = {value}, so it cannot be resumed with {other}"
                 )
+        if not resume:
+            write_options(out, config, corpus)
         yield
 
 
