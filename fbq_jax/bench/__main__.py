@@ -9,14 +9,7 @@ from typing import Any
 
 from fbq_jax.bench import cli, report, results
 
-SECTIONS = {
-    "step": "a training step of Flax layers, which is what users get",
-    "map": "where INT8 is faster than bf16: training steps over a grid of shapes",
-    "gemm": "the block-scaled INT8 GEMM against bf16",
-    "linear": "a linear layer, in Flax and in parts, against bf16 and other libraries",
-    "moe": "a whole mixture of experts in a training step, against bf16",
-    "serve": "frozen layers of a Llama, for prompts and for decoding, against bf16",
-}
+SECTIONS = ("step", "map", "gemm", "linear", "moe", "serve")
 LLAMA = "python -m experiments.bench"
 
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,12 @@ def exit_status(program: str, action: Callable[[], object]) -> int:
     return 0
 
 
-def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -> Any:
-    """Adds a subcommand for each section, by what it measures, and ``all``."""
+def add_sections(parser: argparse.ArgumentParser, sections: Sequence[str]) -> Any:
+    """Adds a subcommand for each section, and ``all``; returns the subcommands."""
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in {**sections, "all": "all of these"}.items():
-        command = commands.add_parser(name, help=text, description=f"Measures {text}.")
+    for name in (*sections, "all"):
+        text = report.HEADINGS[name].title if name in sections else "all of these"
+        command = commands.add_parser(name, help=text, description=text)
         add = command.add_argument
         text = "the JSON file to write this section into; the others in it stay "
         text += (
@@ -73,7 +74,7 @@ def read_shape(sizes: str, text: str) -> tuple[int, ...]:
     raise argparse.ArgumentTypeError(f"{takes}; got {text!r}")
 
 
-def run(package: str, sections: Collection[str], options: argparse.Namespace) -> None:
+def run(package: str, sections: Sequence[str], options: argparse.Namespace) -> None:
     """Measures the section that the options name, or all.
 
     A section that fails leaves its rows in a file beside the results; of all sections,
