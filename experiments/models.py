@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from examples.llama import hf
 from examples.llama.build import build, last_state
 from examples.llama.data import batches, load_corpus
-from examples.llama.step import PyTree, make_eval
+from examples.llama.step import PyTree, evaluate
 from experiments import result_files, runs
 from experiments.settings import GRADIENTS, TRAINED, Experiment
 from experiments.studies.operands import Operands, operands
@@ -61,10 +61,7 @@ def make(experiment: Experiment) -> None:
     sizes = {"seq": run.config.seq, "batch": settings.studied, "seed": 0}
     tokens = jnp.asarray(batches(corpus, "train", **sizes)[0])
     texts = {"python": corpus, "cpp": load_corpus(experiment.text("cpp"))}
-    evaluate = {
-        domain: make_eval(model, batches(text, "val", **sizes))
-        for domain, text in texts.items()
-    }
+    data = {domain: batches(text, "val", **sizes) for domain, text in texts.items()}
 
     def describe(params: PyTree) -> dict[str, object]:
         of = operands(model.config, params, tokens)
@@ -74,7 +71,7 @@ def make(experiment: Experiment) -> None:
             "largest": float(peaks.max()),
             "by_layer": peaks.tolist(),
             "gradient_ratio": float(_peak_over_rms(gradient_of_up(of))),
-            "val_loss": {name: loss(changed) for name, loss in evaluate.items()},
+            "val_loss": {name: evaluate(model, changed, x) for name, x in data.items()},
         }
 
     of = operands(model.config, state.params, tokens)

@@ -151,8 +151,8 @@ def do(runs: Collection[Run]) -> None:
 
     Raises:
         KeyboardInterrupt: A signal stopped a run. Its partial result is written.
-        RunError: The folder of a run cannot be used. Nothing is written.
-        MeshError: There are too few devices. Nothing is written.
+        UserError: The folder of a run cannot be used, or there are too few devices.
+            Nothing is written.
     """
     for run in runs:
         if not run.is_done():

@@ -18,6 +18,7 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     *,
+    start: jax.Array | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -25,15 +26,16 @@ def attend(
     """Causal grouped-query attention, ``softmax(q k' * scale) v``.
 
     `choose` takes cuDNN, JAX's Splash attention for TPUs, or XLA. All accumulate in
-    float32, and their results differ by rounding. For the backward pass cuDNN and
-    Splash save their operands, their output and a float32 statistic per row; XLA saves
-    the probabilities, [B, heads, S, S]. A warning says why XLA computes attention where
-    the device has another implementation.
+    float32. For the backward pass cuDNN and Splash save their operands, their output
+    and a float32 statistic per row; XLA saves the probabilities, [B, heads, S, S]. A
+    warning says why XLA computes attention on a device that has another implementation.
 
     Args:
         q: Queries, bfloat16 or float32 [B, S, heads, head_dim].
-        k: Keys, [B, S, kv_heads, head_dim]; ``kv_heads`` divides ``heads``.
+        k: Keys, [B, T, kv_heads, head_dim]; ``kv_heads`` divides ``heads``.
         v: Values, with the shape and dtype of ``k``.
+        start: The position of the first query, with keys and values in a cache, as XLA
+            ops. None without a cache: T is S.
         scale: Multiplies the scores; None means ``1 / sqrt(head_dim)``.
         window: The keys that a query sees, up to and including its own; None means all.
         softcap: Scaled scores become ``softcap * tanh(score / softcap)``.
@@ -41,23 +43,20 @@ def attend(
     Returns:
         An array [B, S, heads * head_dim] of the dtype of ``q``.
     """
+    if start is not None:
+        return _as_xla_ops(q, k, v, start, scale, window, softcap)
     chosen, problem = choose(q.dtype, q.shape[1], q.shape[-1], softcap)
     if problem is not None and q.shape[1] > 1:  # not in the trace of parameters
-        warnings.warn(
-            "attention runs as XLA ops, which save the probabilities, [B, heads, S, "
-            f"S], for the backward pass: {problem}",
-            stacklevel=2,
-        )
+        saved = "which save the probabilities for the backward pass"
+        warnings.warn(f"attention runs as XLA ops, {saved}: {problem}", stacklevel=2)
     if chosen == "splash":
         return _splash(q, k, v, scale, window, softcap)
     if softcap is not None:
-        return attend_cached(q, k, v, 0, scale=scale, window=window, softcap=softcap)
+        return _as_xla_ops(q, k, v, 0, scale, window, softcap)
     # JAX's attention relies on implicit promotion, which strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         out = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
+            *(q, k, v),
             scale=scale,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
@@ -66,21 +65,16 @@ def attend(
     return out.reshape(*q.shape[:2], -1)
 
 
-def attend_cached(
+def _as_xla_ops(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     start: jax.Array | int,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> jax.Array:
-    """`attend` for queries whose keys and values are in a cache, as XLA ops.
-
-    The queries have the positions from ``start`` on. Keys and values, [B, T, kv_heads,
-    head_dim], have those from 0 on; later ones than the queries' are not seen.
-    """
+    """`attend` for queries from ``start`` on; keys of later positions are not seen."""
     batch, seq, heads, head_dim = q.shape
     scale = scale or head_dim**-0.5
     q = q.reshape(batch, seq, k.shape[2], -1, head_dim)
@@ -94,9 +88,8 @@ def attend_cached(
     seen = (distance >= 0) & (distance < (window or k.shape[1]))
     scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
     probabilities = jax.nn.softmax(scores).astype(v.dtype)
-    out = jnp.einsum(
-        "bkgqs,bskd->bqkgd", probabilities, v, preferred_element_type=jnp.float32
-    )
+    product, dtype = "bkgqs,bskd->bqkgd", jnp.float32
+    out = jnp.einsum(product, probabilities, v, preferred_element_type=dtype)
     return out.reshape(batch, seq, heads * head_dim).astype(v.dtype)
 
 
@@ -105,12 +98,8 @@ def choose(
 ) -> tuple[Literal["cudnn", "splash", "xla"], str | None]:
     """Chooses the implementation of attention on JAX's default backend.
 
-    ``"cudnn"`` runs on NVIDIA GPUs of compute capability 8.0 or above, ``"splash"`` on
-    TPUs.
-
-    Returns:
-        The implementation, and why it is not the one that the device has; None if it
-        is, or if the device has none for the dtype.
+    Also says why it is not the one that the device has; None if it is, or if the device
+    has none for the dtype.
     """
     if jax.default_backend() == "tpu":
         if seq % _LANES == 0 and dtype != jnp.float16:
@@ -156,13 +145,12 @@ def _splash(
         mask = splash.LocalMask((seq, seq), (window - 1, 0), 0)
     side = next(side for side in (512, 256, _LANES) if seq % side == 0)
     sides = ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
-    options: dict[str, Any] = {f"block_{name}": side for name in sides}
-    blocks = splash.BlockSizes(**options)
+    blocks: dict[str, Any] = {f"block_{name}": side for name in sides}
 
     def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         kernel = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([mask] * q.shape[2]),
-            block_sizes=blocks,
+            block_sizes=splash.BlockSizes(**blocks),
             attn_logits_soft_cap=softcap,
         )
         out: jax.Array = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)))
@@ -170,10 +158,8 @@ def _splash(
 
     run: Any = attend_shard
     if not jax.sharding.get_abstract_mesh().empty:
+        of_q, of_k = specs
         run = jax.shard_map(
-            attend_shard,
-            in_specs=(specs[0], specs[1], specs[1]),
-            out_specs=specs[0],
-            check_vma=False,
+            run, in_specs=(of_q, of_k, of_k), out_specs=of_q, check_vma=False
         )
     return run(q, k, v).reshape(*q.shape[:2], heads * head_dim)

@@ -8,42 +8,35 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import checkpoint, hf
-from examples.llama.config import SAVED_BITS, Config, ConfigError
-from examples.llama.data import Corpus, DataError, is_token_ids, load_corpus
+from examples.llama.config import SAVED_BITS, Config
+from examples.llama.data import Corpus, load_corpus, token_ids_folder
+from examples.llama.errors import UserError
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.run_folder import RunError, checkpoints, has_run, read_config
+from examples.llama.run_folder import checkpoints, has_run, read_config
 from examples.llama.step import PyTree, TrainState, init_state, make_optimizer
 from examples.llama.text import Codec, TokenizerOf, codec_of_run
 from fbq_jax import FallbackDot, freeze
 
 
 def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
-    """Builds the model, the weights to start from or None, and the data of a run.
-
-    Raises:
-        ConfigError: The options do not fit the loaded model.
-        DataError: The data cannot be read or does not fit the model.
-        CheckpointError: The Hugging Face model cannot be loaded.
-    """
+    """Builds the model, the weights to start from or None, and the data of a run."""
     data = None if config.data is None else Path(config.data)
     if (folder := config.from_hf) is None:
         corpus = load_corpus(data)
         return _with_recipe(config, config.sizes(corpus.vocab_size)), None, corpus
     sizes, weights = hf.load(folder)
-    tokenizer = None if is_token_ids(data) else hf.load_tokenizer(folder)
-    if tokenizer is None and not is_token_ids(data):
-        raise DataError(
-            f"{folder} has no tokenizer.json to read text with; add it, or set "
-            "--data to a .bin file of the model's token ids"
+    is_text = token_ids_folder(data) is None
+    tokenizer = hf.load_tokenizer(folder) if is_text else None
+    if is_text and tokenizer is None:
+        raise UserError(
+            f"{folder} has no tokenizer.json to read text with: set --data to token ids"
         )
     corpus = load_corpus(data, tokenizer)
     corpus.check_fits(sizes.vocab_size)
-    if config.seq > sizes.max_seq_len:
-        raise ConfigError(
-            f"seq takes at most {sizes.max_seq_len} with the model in {folder}, "
-            f"got {config.seq}"
-        )
+    if config.seq > (longest := sizes.max_seq_len):
+        got = f"got {config.seq}"
+        raise UserError(f"seq takes at most {longest} with {folder}, {got}")
     return _with_recipe(config, sizes), weights, corpus
 
 
@@ -55,11 +48,10 @@ def build_model(config: Config) -> Llama:
 
 
 def _with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
-    dot_general, saved_bits = config.dot_general(), config.saved_bits
+    dot_general = config.dot_general(experts=sizes.num_experts is not None)
+    saved_bits = config.saved_bits
     if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
-    if sizes.num_experts is not None:
-        config.check_recipe_of_experts()
     sizes = dataclasses.replace(
         sizes, remat=config.remat, unroll=config.unroll, saved_bits=saved_bits or None
     )
@@ -86,53 +78,36 @@ class Trained(NamedTuple):
 
 
 def load(folder: Path, weights: str | None = None) -> Trained:
-    """Loads a model.
+    """Loads the latest checkpoint of a run, or a model in Hugging Face's format.
 
-    Args:
-        folder: The folder of a run, whose latest checkpoint is taken, or of a
-            checkpoint in Hugging Face's format, with weights in floats or exported.
-        weights: "codes" multiplies by the INT8 codes of ``fbq_jax.freeze``, "floats" by
-            weights in the model's dtype. None takes codes of a run with an INT8 recipe,
-            and floats of a checkpoint.
-
-    Raises one of `generate.ERRORS`, or ValueError if ``freeze`` fails.
+    ``weights`` "codes" multiplies by the INT8 codes of ``fbq_jax.freeze``, "floats" by
+    weights in the model's dtype. None takes codes of a run with an INT8 recipe, and
+    floats of a checkpoint.
     """
     if weights not in (None, *WEIGHTS):
-        raise ConfigError(f"weights takes one of {', '.join(WEIGHTS)}, got {weights!r}")
+        raise UserError(f"weights takes one of {', '.join(WEIGHTS)}, got {weights!r}")
     if hf.is_checkpoint(folder):
         if weights == "codes":
-            raise ConfigError(
-                f"{folder} is a checkpoint in Hugging Face's format, which runs with "
-                "weights in floats; the folder of its run has codes"
-            )
-        name, codec = hf.quantization(folder), TokenizerOf(folder)
+            raise UserError(f"{folder} is a model, which runs with weights in floats")
+        name, tokenizer = hf.quantization(folder), TokenizerOf(folder)
         sizes, params = hf.load(folder)
         source = "" if name is None else f", from {name}"
-        return _in_floats(Llama(sizes), {"params": params}, codec, source)
+        return _in_floats(Llama(sizes), {"params": params}, tokenizer, source)
     if not has_run(folder):
-        raise RunError(
-            f"{folder} holds neither a run nor a model: it has no config.json"
-        )
-    return _load_run(folder, weights)
-
-
-def _load_run(folder: Path, weights: str | None) -> Trained:
+        raise UserError(f"{folder} holds neither a run nor a model")
     config = read_config(folder)
     if config.from_hf is not None and hf.is_checkpoint(folder / "hf"):
         # The run may have moved, or the model that it started from.
         config = dataclasses.replace(config, from_hf=str(folder / "hf"))
     codec, model = codec_of_run(config), build_model(config)
+    sizes = dataclasses.replace(model.config, remat="none", unroll=False)
+    model = Llama(sizes, model.dot_general)
     quantized = isinstance(model.dot_general, FallbackDot)
     if weights == "codes" and not quantized:
-        raise ConfigError(
-            f"the run in {folder} has the recipe {config.recipe}: codes take an INT8 "
-            "recipe"
-        )
+        raise UserError(f"{folder} has {config.recipe}: codes take an INT8 recipe")
     state = last_state(config, folder)
-    sizes = dataclasses.replace(model.config, remat="none", unroll=False)
     if weights == "floats":
         return _in_floats(Llama(sizes), {"params": state.params}, codec)
-    model = Llama(sizes, model.dot_general)
     if not quantized:
         return _in_floats(model, state.variables(), codec)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)

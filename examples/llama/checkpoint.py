@@ -1,9 +1,8 @@
 """Checkpoints: written by Orbax and verified by checksums.
 
-Orbax writes a checkpoint under a temporary name and renames it when it is complete. It
-does not detect every later change of a byte, and it reports a truncated file in pages
-of text. `save` therefore stores the SHA-256 sums of the files beside them. A checkpoint
-is whole once they exist and match. `sha256sum --check SHA256SUMS` also reads them.
+Orbax does not detect every later change of a byte, and it reports a truncated file in
+pages of text. `save` therefore stores the SHA-256 sums of the files beside them. A
+checkpoint is whole once they exist and match; `sha256sum --check` also reads them.
 """
 
 import hashlib
@@ -18,20 +17,12 @@ from typing import NamedTuple, TypeVar
 
 import orbax.checkpoint as ocp
 
-from examples.llama import atomic
-from examples.llama.mesh import is_first, wait
+from examples.llama import atomic, mesh
+from examples.llama.errors import UserError
 
 T = TypeVar("T")
 
 _SUMS = "SHA256SUMS"
-
-
-class RestoreError(ValueError):
-    """There is no checkpoint to restore, or it is damaged."""
-
-
-class SaveError(RuntimeError):
-    """A checkpoint cannot be written."""
 
 
 class Found(NamedTuple):
@@ -46,87 +37,71 @@ def save(folder: Path, step: int, state: object) -> None:
 
     Checkpoints from `step` on are deleted first: `find` skipped them. Once the new one
     has its checksums, all others but the newest that has some are deleted.
-
-    Raises:
-        SaveError: A file cannot be written. Checkpoints before `step` are unchanged.
     """
     sums = folder / str(step) / _SUMS
     try:
-        if is_first():
-            _delete(folder, [later for later in _steps(folder) if later >= step])
-        wait("checkpoint cleared")
+        for later in _steps(folder):
+            if mesh.is_first() and later >= step:
+                shutil.rmtree(folder / str(later))
+        mesh.wait("checkpoint cleared")
         with _manager(folder) as manager:
             manager.save(step, args=ocp.args.StandardSave(state))
-        if is_first():  # every process has written its shards
+        if mesh.is_first():  # every process has written its shards
             atomic.write(sums, _checksums(sums.parent))
             steps = _steps(folder)
             complete = [step for step in steps if (folder / str(step) / _SUMS).exists()]
-            _delete(folder, [step for step in steps if step not in complete[-2:]])
+            for old in set(steps).difference(complete[-2:]):
+                shutil.rmtree(folder / str(old))
     except (OSError, ValueError) as error:  # TensorStore raises ValueError
         reason = str(error).partition(" [tensorstore_spec=")[0]
-        raise SaveError(
+        raise UserError(
             f"the checkpoint {sums.parent} cannot be written: {reason}. Make room, or "
             "make the folder writable, and continue with --resume"
         ) from error
-    wait("checkpoint")
+    mesh.wait("checkpoint")
 
 
 def find(folder: Path) -> Found:
     """Finds the newest checkpoint that is whole.
 
-    A checkpoint without checksums is incomplete: its writing was interrupted. If none
-    is whole and at least one has changed since it was written, raises RestoreError.
+    If none is whole and one has changed since it was written, raises UserError.
     """
     skipped: list[str] = []
     changed = False
     for step in reversed(_steps(folder)):
-        problem = _problem(folder / str(step))
-        if problem is None:
+        if (problem := _problem(folder / str(step))) is None:
             return Found(step, skipped)
         skipped.append(problem)
         changed |= (folder / str(step) / _SUMS).exists()
     if changed:
-        raise RestoreError(
-            f"{folder} holds no checkpoint that is whole: {'; '.join(skipped)}. Repair "
-            "the files, or start again with another --out."
-        )
+        problems = "; ".join(skipped)
+        raise UserError(f"{folder} holds no checkpoint that is whole: {problems}")
     return Found(None, skipped)
 
 
 def restore(folder: Path, like: T) -> T:
-    """Reads the newest checkpoint, never an older one, as `read`.
-
-    Raises RestoreError also if there is none, or if its files have changed.
-    """
+    """Reads the newest checkpoint, as `read`; if it is not whole, raises UserError."""
     step, skipped = find(folder)
     if skipped:
-        raise RestoreError(f"{skipped[0]}. --resume writes it again.")
+        raise UserError(f"{skipped[0]}. --resume writes it again.")
     if step is None:
-        raise RestoreError(f"{folder} holds no checkpoint")
+        raise UserError(f"{folder} holds no checkpoint")
     return read(folder, step, like)
 
 
 def read(folder: Path, step: int, like: T) -> T:
     """Reads the checkpoint `folder/<step>`, which is whole.
 
-    Args:
-        folder: The folder of a run's checkpoints.
-        step: The number of the checkpoint.
-        like: A pytree of arrays with the structure, shapes and dtypes of the
-            checkpoint, and the shardings to restore it with, on any mesh.
-
-    Raises:
-        RestoreError: The structure of the checkpoint differs from `like`.
+    ``like`` is a pytree of arrays with the structure, shapes and dtypes of the
+    checkpoint, and the shardings to restore it with, on any mesh.
     """
     try:
         with _manager(folder) as manager:
             return manager.restore(step, args=ocp.args.StandardRestore(like))
     except ValueError as error:
-        raise RestoreError(
+        raise UserError(
             f"the checkpoint {folder / str(step)} belongs to another model or to "
-            "another version of this example: its arrays have other names or shapes. "
-            "Start again with another --out, or continue with the version that wrote "
-            "it."
+            "another version of this example, with other arrays: set another --out"
         ) from error
 
 
@@ -136,45 +111,36 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _delete(folder: Path, steps: list[int]) -> None:
-    for step in steps:
-        shutil.rmtree(folder / str(step))
-
-
 def _problem(checkpoint: Path) -> str | None:
     """Why a checkpoint is not whole; None if it is."""
     try:
         sums = (checkpoint / _SUMS).read_bytes()
         if sums == _checksums(checkpoint).encode():
             return None
-        reason = "its files do not match their checksums"
+        problem = "is damaged: its files do not match their checksums"
     except FileNotFoundError:
-        return (
-            f"the checkpoint {checkpoint} is incomplete: it has no {_SUMS}, because "
-            "its writing was interrupted"
-        )
+        problem = f"is incomplete: its writing was interrupted before {_SUMS}"
     except OSError as error:
-        reason = f"it cannot be read ({error})"
-    return f"the checkpoint {checkpoint} is damaged: {reason}"
+        problem = f"is damaged: it cannot be read ({error})"
+    return f"the checkpoint {checkpoint} {problem}"
 
 
 def _checksums(folder: Path) -> str:
-    lines = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if path.stem != _SUMS:
+    lines = ""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.stem != _SUMS:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            lines.append(f"{digest}  {path.relative_to(folder)}\n")
-    return "".join(lines)
+            lines += f"{digest}  {path.relative_to(folder)}\n"
+    return lines
 
 
 @contextmanager
 def _manager(folder: Path) -> Iterator[ocp.CheckpointManager]:
     """Orbax's manager, without its logs, which repeat errors that it raises in pages.
 
-    After an error, other writes fail in TensorStore's threads, whose event loop is
-    closed by then, or in tasks that nobody awaits. These report at any later time, so
-    they stay silent.
+    After an error, other writes fail in TensorStore's threads or in tasks that nobody
+    awaits. These report at any later time, so they stay silent.
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]

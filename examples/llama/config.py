@@ -3,11 +3,12 @@
 # ruff: noqa: RUF009  (the defaults of options are constants)
 
 import dataclasses
-import os
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from examples.llama import fields
-from examples.llama.fields import FromZero, Natural, Positive, Seed, Size
+from examples.llama.errors import UserError
+from examples.llama.fields import FromZero, Natural, Positive, Seed, Size, option
 from examples.llama.model_config import LlamaConfig, Remat, SavedBits
 from examples.llama.projections import DotGeneral
 from fbq_jax import FallbackDot, Fp8Dot, RecipeError, recipes
@@ -20,115 +21,87 @@ RECIPES: dict[str, DotGeneral | None] = {
     "fp8_current": Fp8Dot(scaling="current"),
 }
 
+# Python reads bytes that are no UTF-8 as U+DC80 to U+DCFF.
+_FILE_NAME = "[^\0\ud800-\udc7f\udd00-\udfff]+"
 # Bits per value that the norms and gates of a quantized model save by default.
 SAVED_BITS = 10
-
-
-class ConfigError(ValueError):
-    """An option has a value that is not accepted."""
-
-
-def _option(default: Any, meaning: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": meaning})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """All options that determine a run's numbers. Each field is a flag of train.py."""
 
-    recipe: str = _option(
+    recipe: Annotated[str, Literal[*RECIPES]] = option(
         "fallback", f"recipe of the projections: {', '.join(RECIPES)}"
     )
-    data: str | None = _option(
+    data: str | None = option(
         None,
         "file, folder, nanoGPT .bin file or folder with train.bin and val.bin "
         "(default: the source of Python's standard library)",
     )
-    from_hf: str | None = _option(
+    from_hf: str | None = option(
         None,
         "folder of a Hugging Face model (Llama, Qwen, Mistral, Mixtral, Phi-3, "
-        "SmolLM3, Gemma) that provides the sizes, the initial weights and the "
-        "tokenizer",
+        "SmolLM3, Gemma): sizes, initial weights and tokenizer",
     )
-    seed: Seed = _option(0, "seed of the initial weights and of the data order")
-    hidden: Size = _option(256, "width of the residual stream")
-    ffn: Size = _option(
-        768, "width of the MLP; with --experts, of a token's experts together"
+    seed: Seed = option(0, "seed of the initial weights and of the data order")
+    hidden: Size = option(256, "width of the residual stream")
+    ffn: Size = option(768, "width of the MLP, or of a token's experts together")
+    layers: Size = option(4, "number of layers")
+    heads: Size = option(4, "number of query heads")
+    kv_heads: Size = option(2, "number of key and value heads")
+    experts: Size | None = option(
+        None, "number of experts in place of each MLP (default: one MLP)"
     )
-    layers: Size = _option(4, "number of layers")
-    heads: Size = _option(4, "number of query heads")
-    kv_heads: Size = _option(2, "number of key and value heads")
-    experts: Size | None = _option(
-        None, "number of experts that take the place of each MLP (default: one MLP)"
+    top_k: Size | None = option(
+        None, "experts of each token, of the width ffn / top_k (default: 2)"
     )
-    top_k: Size | None = _option(
-        None,
-        "experts of each token, each of the width ffn / top_k, so that a token passes "
-        "through as many parameters as with one MLP (default: 2 with --experts)",
-    )
-    remat: Remat = _option(
+    remat: Remat = option(
         "none",
         "what the backward pass of a layer recomputes: nothing (none), everything but "
         "INT8 and packed codes (codes), or everything (full)",
     )
-    unroll: bool = _option(
-        False,
-        "compile each layer by itself instead of a loop over the layers: compilation "
-        "takes longer, and a step copies less",
+    unroll: bool = option(
+        False, "compile each layer by itself: slower to compile, faster to run"
     )
-    saved_bits: SavedBits | Literal[0] | None = _option(
+    saved_bits: SavedBits | Literal[0] | None = option(
         None,
         "bits per value that norms and gates save for the backward pass; 0 saves "
         f"floats (default: {SAVED_BITS}, or 0 with --recipe bf16)",
     )
-    reduce: Literal["float32", "bfloat16", "int8"] | None = _option(
+    reduce: Literal["float32", "bfloat16", "int8"] | None = option(
         None,
-        "dtype in which devices sum their partial INT8 products: float32, bfloat16, "
-        "int8; int8 applies to weight gradients only (default: the model's dtype, in "
-        "which XLA sums all other products)",
+        "dtype in which devices sum their partial INT8 products: float32, bfloat16, or "
+        "int8 for weight gradients only (default: the model's dtype)",
     )
-    batch: Size = _option(8, "sequences per step")
-    accumulate: Size = _option(1, "microbatches per step")
-    seq: Size = _option(256, "tokens per sequence")
-    steps: Size = _option(150, "optimizer steps; the first tenth is the warmup")
-    lr: Positive = _option(2e-3, "peak learning rate (2e-5 with --from-hf)")
-    clip: FromZero = _option(1.0, "maximum gradient norm; 0 disables clipping")
-    log_every: Size = _option(
-        1, "steps between reads of the metrics, each of which waits for the device"
-    )
-    eval_every: Size = _option(50, "steps between validations")
-    save_every: Natural = _option(
+    batch: Size = option(8, "sequences per step")
+    accumulate: Size = option(1, "microbatches per step")
+    seq: Size = option(256, "tokens per sequence")
+    steps: Size = option(150, "optimizer steps; the first tenth is the warmup")
+    lr: Positive = option(2e-3, "peak learning rate (2e-5 with --from-hf)")
+    clip: FromZero = option(1.0, "maximum gradient norm; 0 disables clipping")
+    log_every: Size = option(1, "steps between reads of the metrics, which wait")
+    eval_every: Size = option(50, "steps between validations")
+    save_every: Natural = option(
         50, "steps between checkpoints; 0 writes no checkpoint, picture or model"
     )
 
     def __post_init__(self) -> None:
-        try:
-            self._check()
-        except RecipeError as error:
-            raise ConfigError(f"reduce with {self.recipe}: {error}") from error
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-    def _check(self) -> None:
         fields.check(self)
         for name in ("data", "from_hf"):
-            if (text := getattr(self, name)) is not None and not _is_file_name(text):
-                raise ConfigError(f"{name} takes the name of a file, got {text!r}")
-        if self.recipe not in RECIPES:
-            raise ConfigError(
-                f"recipe takes one of {', '.join(RECIPES)}, got {self.recipe!r}"
-            )
+            text = getattr(self, name)
+            if text is not None and not re.fullmatch(_FILE_NAME, text):
+                raise UserError(f"{name} takes the name of a file, got {text!r}")
         fields.check_divides(self, "accumulate", "batch")
         if self.experts is not None:
             object.__setattr__(self, "top_k", self.top_k or 2)
         elif self.top_k is not None:
-            raise ConfigError("top_k takes a number of experts: set experts, too")
-        self.dot_general()
+            raise UserError("top_k takes a number of experts: set experts, too")
         if self.from_hf is None:
             self.sizes(vocab_size=1)
         if self.experts is not None:
             fields.check_divides(self, "top_k", "ffn")
-            self.check_recipe_of_experts()
+        self.dot_general(experts=self.experts is not None)
 
     def sizes(self, vocab_size: int) -> LlamaConfig:
         """Returns the sizes of a new model."""
@@ -148,45 +121,28 @@ class Config:
             **experts,
         )
 
-    def check_recipe_of_experts(self) -> None:
-        """Raises ConfigError if experts cannot run with the recipe."""
-        if self.reduce is not None:
-            raise ConfigError(
-                f"reduce does not apply to the products of experts, got {self.reduce!r}"
-            )
-        if isinstance(self.dot_general(), Fp8Dot):
-            raise ConfigError(
-                "experts take any recipe but fp8_delayed and fp8_current, got "
-                f"{self.recipe}"
-            )
-
-    def dot_general(self) -> DotGeneral | None:
+    def dot_general(self, *, experts: bool) -> DotGeneral | None:
         """Returns the recipe's ``dot_general``, with `reduce` applied; None for bf16.
 
-        Raises ConfigError or RecipeError if the recipe does not support `reduce`.
+        Raises UserError if the recipe does not support `reduce`, or `experts`.
         """
         dot_general = RECIPES[self.recipe]
+        if experts and isinstance(dot_general, Fp8Dot):
+            fp8 = "fp8_delayed and fp8_current"
+            raise UserError(f"experts take any recipe but {fp8}, got {self.recipe}")
         if self.reduce is None:
             return dot_general
+        if experts:
+            raise UserError("reduce does not apply to the products of experts")
         if not isinstance(dot_general, FallbackDot):
-            raise ConfigError(
-                f"reduce applies to INT8 recipes only, got {self.reduce!r} with "
-                f"{self.recipe}: leave it out, XLA sums the products of other recipes"
-            )
-        recipe = dot_general.recipe
-        names = ("drhs",) if self.reduce == "int8" else ("fwd", "dlhs", "drhs")
-        gemms = ((name, getattr(recipe, name)) for name in names)
-        changed: dict[str, Any] = {
-            name: dataclasses.replace(gemm, reduce=self.reduce)
-            for name, gemm in gemms
-            if self.reduce == "int8" or not gemm.in_floats
-        }
-        return FallbackDot(dataclasses.replace(recipe, **changed))
-
-
-def _is_file_name(text: str) -> bool:
-    """Whether the system accepts a text as a file's name, if it is not too long."""
-    try:
-        return bool(text) and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
+            got = f"got {self.reduce!r} with {self.recipe}"
+            raise UserError(f"reduce applies to INT8 recipes only, {got}")
+        recipe, changed = dot_general.recipe, {}
+        try:
+            for name in ("drhs",) if self.reduce == "int8" else ("fwd", "dlhs", "drhs"):
+                gemm = getattr(recipe, name)
+                if self.reduce == "int8" or not gemm.in_floats:
+                    changed[name] = dataclasses.replace(gemm, reduce=self.reduce)
+            return FallbackDot(dataclasses.replace(recipe, **changed))
+        except RecipeError as error:
+            raise UserError(f"reduce with {self.recipe}: {error}") from error

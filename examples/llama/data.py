@@ -1,6 +1,5 @@
 """Reads text or token ids and serves batches.
 
-A corpus has two sequences of token ids, one for training and one that is held out.
 Batch i is a pure function of (seed, i): a run that resumes at step i reads batch i, and
 no iterator state has to be saved.
 """
@@ -8,7 +7,6 @@ no iterator state has to be saved.
 import contextlib
 import sysconfig
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,15 +15,14 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
+from examples.llama.errors import UserError
 from examples.llama.hf.files import load_tokenizer
 from examples.llama.progress import interruptible
 
 # Separates documents. Text contains no NUL byte, so 256 token ids suffice.
 SEPARATOR = b"\0"
 
-# Every 20th file is held out for validation. With fewer files it is the last 20th of
-# the text.
-HELD_OUT = 20
+HELD_OUT = 20  # every 20th file, or with fewer files, the last 20th of the text
 
 _CHUNK = 256  # texts to encode at once, which takes seconds
 _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
@@ -33,35 +30,25 @@ _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-class DataError(ValueError):
-    """The data cannot be read, or does not fit the model."""
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids for training and for validation, of one unsigned integer dtype.
-
-    A model of this corpus needs a vocabulary of `vocab_size`.
-    """
+    """Token ids for training and for validation, of one unsigned integer dtype."""
 
     train: np.ndarray
     val: np.ndarray
-    vocab_size: int
+    vocab_size: int  # that a model needs
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raises DataError if a token id is not below `vocab_size`."""
+        """Raises UserError if a token id is not below `vocab_size`."""
         largest = max(int(part.max(initial=0)) for part in (self.train, self.val))
         if largest >= vocab_size:
-            raise DataError(
-                f"the data has token id {largest}; the model's vocabulary has "
-                f"{vocab_size} ids, so it accepts 0 to {vocab_size - 1}"
-            )
+            accepts = f"the model's vocabulary accepts 0 to {vocab_size - 1}"
+            raise UserError(f"the data has token id {largest}; {accepts}")
 
     def fingerprint(self) -> dict[str, int]:
         """Returns the sizes in tokens and a checksum, which identify the corpus.
 
-        The checksum covers one to two million evenly spaced tokens of each part, which
-        is all of a small corpus and fast for a large one.
+        The checksum covers one to two million evenly spaced tokens of each part.
         """
         crc = 0
         for part in (self.train, self.val):
@@ -76,50 +63,43 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
     Args:
         path: One of the following. A text file: its last 20th is held out. A folder
             of UTF-8 files: every 20th file is held out, or the last 20th of the text
-            if there are fewer than 20 files. A nanoGPT `.bin` file of uint16 token
-            ids, or a folder with `train.bin` and `val.bin`; a `tokenizer.json` beside
-            them sets the vocabulary size. None reads the source of the running Python's
-            standard library.
-        tokenizer: Encodes each document separately, and marks the beginning of a
-            document as Llama's tokenizer does. None uses the bytes as token ids, with
-            a NUL between documents.
-
-    Raises:
-        DataError: `path` does not exist or cannot be read.
+            if there are fewer. A nanoGPT `.bin` file of uint16 token ids, or a folder
+            with `train.bin` and `val.bin`; a `tokenizer.json` beside them sets the
+            vocabulary size. None reads the source of Python's standard library.
+        tokenizer: Encodes each document by itself. None uses the bytes as token ids,
+            with a NUL between documents.
     """
-    if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        source = (
-            file
-            for file in root.rglob("*.py")
-            if _NOT_SOURCE.isdisjoint(file.relative_to(root).parts)
-        )
-        return _from_folder(root, source, tokenizer)
-    if not path.exists():
-        raise DataError(f"data: {path} does not exist")
-    if not path.is_dir():
-        if path.suffix == ".bin":
-            return _from_ids(path, *_split_tail(_memory_map(path)))
-        return _from_texts([path.read_bytes()], path, tokenizer)
-    missing = [name for name in _TOKEN_IDS if not (path / name).exists()]
+    root = Path(sysconfig.get_path("stdlib")) if path is None else path
+    if not root.exists():
+        raise UserError(f"data: {root} does not exist")
+    if not root.is_dir():
+        if root.suffix == ".bin":
+            return _from_ids(root, *_split_tail(_memory_map(root)))
+        return _from_texts([root.read_bytes()], root, tokenizer)
+    missing = [name for name in _TOKEN_IDS if not (root / name).exists()]
     if len(missing) == 1:
-        raise DataError(f"data: {path} has token ids, but no {missing[0]}")
+        raise UserError(f"data: {root} has token ids, but no {missing[0]}")
     if not missing:
-        return _from_ids(path, *(_memory_map(path / name) for name in _TOKEN_IDS))
-    files = (file for file in path.rglob("*") if file.is_file())
-    return _from_folder(path, files, tokenizer)
+        return _from_ids(root, *(_memory_map(root / name) for name in _TOKEN_IDS))
+    texts, skipped = [], _NOT_SOURCE if path is None else set()
+    # Files that are UTF-8 and not hidden, sorted by their path.
+    for file in sorted(root.rglob("*" if path else "*.py")):
+        parts = file.relative_to(root).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        if file.is_file() and not is_hidden and skipped.isdisjoint(parts):
+            data = file.read_bytes()
+            with contextlib.suppress(UnicodeDecodeError):
+                data.decode()
+                texts.append(data)
+    return _from_texts(texts, root, tokenizer)
 
 
-def is_token_ids(path: Path | None) -> bool:
-    """Whether `load_corpus` reads `path` as token ids rather than as text."""
-    if path is None:
-        return False
-    return (path / "train.bin").exists() if path.is_dir() else path.suffix == ".bin"
-
-
-def tokenizer_folder(token_ids: Path) -> Path:
-    """Returns the folder with the tokenizer of token ids, a folder or a file."""
-    return token_ids if token_ids.is_dir() else token_ids.parent
+def token_ids_folder(data: str | Path | None) -> Path | None:
+    """Returns the folder of token ids and their tokenizer; None if `data` is text."""
+    path = Path(data or "text")
+    if path.is_dir():
+        return path if (path / "train.bin").exists() else None
+    return path.parent if path.suffix == ".bin" else None
 
 
 def batches(
@@ -127,44 +107,27 @@ def batches(
 ) -> grain.MapDataset[np.ndarray]:
     """Returns endless batches with random access, shuffled anew in each epoch.
 
-    Item i is batch i: int32 [batch, seq + 1]. The inputs are columns [:-1] and their
-    targets are columns [1:]. Raises DataError if the part is shorter than one window.
+    Item i is batch i: int32 [batch, seq + 1], inputs [:-1] and targets [1:].
     """
     tokens = getattr(corpus, part)
     if len(tokens) <= seq:
-        raise DataError(
-            f"data: the {part} part has {len(tokens)} tokens, fewer than one window of "
-            f"{seq + 1}; provide more data or a smaller --seq"
-        )
+        found = f"the {part} part has {len(tokens)} tokens"
+        raise UserError(f"data: {found}, fewer than one window of {seq + 1}")
     # Adjacent windows share one token.
     windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
     shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
     return shuffled.batch(batch).map(lambda tokens: tokens.astype(np.int32))
 
 
-def _from_folder(
-    root: Path, files: Iterable[Path], tokenizer: Tokenizer | None
-) -> Corpus:
-    """Reads the files that are UTF-8 and not hidden, sorted by their path in root."""
-    texts = []
-    for path in sorted(file.relative_to(root) for file in files):
-        if not any(part.startswith(".") for part in path.parts):
-            data = (root / path).read_bytes()
-            with contextlib.suppress(UnicodeDecodeError):
-                data.decode()
-                texts.append(data)
-    return _from_texts(texts, root, tokenizer)
-
-
 def _from_texts(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> Corpus:
     if not any(texts):
-        raise DataError(f"data: {path} holds no text (non-empty UTF-8 files)")
+        raise UserError(f"data: {path} holds no text (non-empty UTF-8 files)")
     vocab_size = tokenizer.get_vocab_size() if tokenizer else 256
-    if len(texts) < HELD_OUT:
-        return Corpus(*_split_tail(_encode(texts, path, tokenizer)), vocab_size)
     held_out = texts[HELD_OUT - 1 :: HELD_OUT]
     del texts[HELD_OUT - 1 :: HELD_OUT]
     train = _encode(texts, path, tokenizer)
+    if not held_out:
+        return Corpus(*_split_tail(train), vocab_size)
     return Corpus(train, _encode(held_out, path, tokenizer), vocab_size)
 
 
@@ -178,20 +141,17 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
             chunk = tokenizer.encode_batch(decoded[start : start + _CHUNK])
             ids += [np.array(encoding.ids, np.uint32) for encoding in chunk]
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"data: {path} is not UTF-8 ({error}), as the tokenizer requires"
-        ) from error
+        why = f"({error}), as the tokenizer requires"
+        raise UserError(f"data: {path} is not UTF-8 {why}") from error
     except Exception as error:  # the library raises no narrower one
-        raise DataError(f"data: the tokenizer cannot encode {path}: {error}") from error
+        raise UserError(f"data: the tokenizer cannot encode {path}: {error}") from error
     return np.concatenate(ids)
 
 
 def _memory_map(path: Path) -> np.ndarray:
-    size = path.stat().st_size
-    if size == 0 or size % 2:
-        raise DataError(
-            f"data: {path} has {size} bytes; a .bin file holds uint16 token ids"
-        )
+    if not (size := path.stat().st_size) or size % 2:
+        holds = "a .bin file holds uint16 token ids"
+        raise UserError(f"data: {path} has {size} bytes; {holds}")
     return np.memmap(path, np.uint16, mode="r")
 
 
@@ -204,7 +164,7 @@ def _from_ids(path: Path, train: np.ndarray, val: np.ndarray) -> Corpus:
     # The file format does not store the vocabulary size.
     vocab_size = 1 + max(int(train.max()), int(val.max(initial=0)))
     corpus = Corpus(train, val, vocab_size)
-    if (tokenizer := load_tokenizer(tokenizer_folder(path))) is None:
+    if (tokenizer := load_tokenizer(path if path.is_dir() else path.parent)) is None:
         return corpus
     corpus.check_fits(tokenizer.get_vocab_size())
     return replace(corpus, vocab_size=tokenizer.get_vocab_size())

@@ -3,6 +3,7 @@
 Values come from JSON files and command lines, where a type checker sees nothing.
 """
 
+import argparse
 import dataclasses
 import reprlib
 from types import NoneType, UnionType
@@ -10,6 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from typing import get_type_hints as type_hints
 
 import numpy as np
+
+from examples.llama.errors import UserError
 
 
 class Range(NamedTuple):
@@ -30,43 +33,65 @@ FromZero = Annotated[float, Range(float, 0, LARGEST)]
 FromOne = Annotated[float, Range(float, 1, LARGEST)]
 
 _NAMES = {int: "an integer", float: "a number", bool: "a bool", str: "text"}
-_NAMES |= {NoneType: "None"}
+_NAMES |= {NoneType: "None", dict: "an object"}
+
+
+def option(default: Any, meaning: str) -> Any:
+    """A field of a dataclass that `add_options` makes a flag of."""
+    return dataclasses.field(default=default, metadata={"help": meaning})
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Adds a flag for each `option`; one that is not given sets no attribute."""
+    for field in dataclasses.fields(cls):
+        kind = _kinds(type_hints(cls, include_extras=True)[field.name])[0]
+        takes: dict[str, Any] = {"type": kind.of} if isinstance(kind, Range) else {}
+        if kind is bool:
+            takes = {"action": argparse.BooleanOptionalAction}
+        default = "" if field.default is None else f" (default: {field.default})"
+        flag, text = field.name.replace("_", "-"), field.metadata["help"] + default
+        parser.add_argument(f"--{flag}", default=argparse.SUPPRESS, help=text, **takes)
+
+
+def given(asked: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The options of `add_options` that the command line gives."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: value for name, value in vars(asked).items() if name in names}
 
 
 def check(instance: Any) -> None:
     """Checks all fields of a dataclass that do not have their default value.
 
-    A float field also accepts integers, which become floats. An integer field accepts
-    no bool. The message of a ValueError names the field and what it accepts.
+    Integers in float fields become floats. A UserError names the field.
     """
-    for name, kinds in kinds_of(type(instance)).items():
+    for name, hint in type_hints(type(instance), include_extras=True).items():
         value = getattr(instance, name)
-        if value is getattr(type(instance), name, dataclasses.MISSING):  # its default
-            continue
-        if not any(_is_a(value, kind) for kind in kinds):
-            accepted = " or ".join(map(_describe, kinds))
-            raise ValueError(f"{name} takes {accepted}, got {reprlib.repr(value)}")
-        if len(kinds) == 1 and getattr(kinds[0], "of", None) is float:
-            object.__setattr__(instance, name, float(value))
+        if value is not getattr(type(instance), name, dataclasses.MISSING):
+            object.__setattr__(instance, name, check_value(name, value, hint))
+
+
+def check_value(name: str, value: Any, hint: Any) -> Any:
+    """Returns a value that an annotation accepts; others raise UserError."""
+    kinds = _kinds(hint)
+    if not any(_is_a(value, kind) for kind in kinds):
+        accepted = " or ".join(map(_describe, kinds))
+        raise UserError(f"{name} takes {accepted}, got {reprlib.repr(value)}")
+    is_float = len(kinds) == 1 and getattr(kinds[0], "of", None) is float
+    return float(value) if is_float else value
 
 
 def check_divides(instance: Any, name: str, other: str) -> None:
-    """Raises ValueError if an integer field does not divide another one."""
+    """Raises UserError if an integer field does not divide another one."""
     divisor, number = getattr(instance, name), getattr(instance, other)
     if number % divisor:
-        raise ValueError(f"{name} takes a divisor of {other} ({number}), got {divisor}")
+        raise UserError(f"{name} takes a divisor of {other} ({number}), got {divisor}")
 
 
-def kinds_of(cls: type) -> dict[str, list[Any]]:
-    """Returns what each field of a dataclass accepts: types, ranges and literals."""
-    hints = type_hints(cls, include_extras=True)
-    found = {}
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        is_union = get_origin(hint) in (Union, UnionType)
-        members = get_args(hint) if is_union else (hint,)
-        found[field.name] = [getattr(m, "__metadata__", (m,))[0] for m in members]
-    return found
+def _kinds(hint: Any) -> list[Any]:
+    """What an annotation accepts: types, ranges and literals."""
+    is_union = get_origin(hint) in (Union, UnionType)
+    members = get_args(hint) if is_union else (hint,)
+    return [getattr(member, "__metadata__", (member,))[0] for member in members]
 
 
 def _is_a(value: Any, kind: Any) -> bool:

@@ -10,19 +10,12 @@ from examples.llama.model_config import LlamaConfig
 
 # Dense bfloat16 peaks in FLOP/s, from the vendor's data sheets. The first entry whose
 # words a device's name begins with applies.
-PEAKS = {
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GH200": 989.4e12,
-    "NVIDIA H200 NVL": 835.5e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA H100 NVL": 835.5e12,
-    "NVIDIA H100 PCIe": 756.5e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L40S": 362.05e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA GeForce RTX 4090": 165.2e12,
-}
+PEAKS = {"NVIDIA B200": 2250e12, "NVIDIA GH200": 989.4e12}
+PEAKS |= {"NVIDIA H200 NVL": 835.5e12, "NVIDIA H200": 989.4e12}
+PEAKS |= {"NVIDIA H100 NVL": 835.5e12, "NVIDIA H100 PCIe": 756.5e12}
+PEAKS |= {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA A100": 312e12}
+PEAKS |= {"NVIDIA L40S": 362.05e12, "NVIDIA L4": 121e12}
+PEAKS |= {"NVIDIA GeForce RTX 4090": 165.2e12}
 
 
 def per_token(config: LlamaConfig, seq_len: int) -> int:
@@ -30,10 +23,9 @@ def per_token(config: LlamaConfig, seq_len: int) -> int:
 
         6 * (parameters of matrix products) + 12 * heads * head_dim * (keys of a query)
 
-    A multiply-add takes 2 FLOPs in the forward pass and 4 in the backward pass. The
-    keys are the mean number that are not masked, summed over the layers; PaLM counts
-    the whole sequence. The embedding lookup counts nothing. The head counts even if it
-    shares the embedding table. Of experts, those that a token selects count.
+    The keys are the mean number that are not masked, summed over the layers; PaLM
+    counts the whole sequence. The head counts even if it shares the embedding table.
+    Of experts, those that a token selects count.
     """
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim

@@ -6,30 +6,25 @@ The folder is that of a run, which runs with the INT8 codes of its weights, or o
 checkpoint in Hugging Face's format. `--help` lists the options.
 """
 
+# ruff: noqa: RUF009  (the defaults of options are constants)
+
 import argparse
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
-from examples.llama import build, checkpoint, fields, hf
-from examples.llama.config import ConfigError
-from examples.llama.data import DataError
+from examples.llama import build, fields
+from examples.llama.errors import UserError
+from examples.llama.fields import option
 from examples.llama.model import KVCache, Llama, empty_cache
-from examples.llama.run_folder import RunError
-from examples.llama.text import ChatError, Codec, to_bytes
-
-ERRORS = (
-    *(ChatError, ConfigError, DataError, RunError),
-    *(checkpoint.RestoreError, hf.CheckpointError),
-)
-
+from examples.llama.text import Codec, to_bytes
 
 # What bytes that are no character are decoded as.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -37,16 +32,19 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are drawn. Each field is a flag of the command line."""
 
-    Logits are divided by `temperature`; at 0 the most likely token is taken. Of the
-    most likely tokens only `top_k` are drawn, if it is not 0, and only as many as have
-    the probability `top_p` together.
-    """
-
-    temperature: fields.FromZero = 0.8
-    top_k: fields.Natural = 0
-    top_p: Annotated[float, fields.Range(float, fields.SMALLEST, 1)] = 1.0
+    tokens: fields.Size = option(200, "most tokens to generate")
+    temperature: fields.FromZero = option(
+        0.8, "logits are divided by it; 0 takes the most likely token"
+    )
+    top_k: fields.Natural = option(
+        0, "draw from so many of the most likely tokens; 0 from all"
+    )
+    top_p: Annotated[float, fields.Range(float, fields.SMALLEST, 1)] = option(
+        1.0, "draw from the most likely ones of this total probability"
+    )
+    seed: fields.Seed = option(0, "seed")
 
     def __post_init__(self) -> None:
         fields.check(self)
@@ -69,43 +67,31 @@ def sample(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
     return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-class Generator:
-    """Continues prompts of one length, with at most a number of tokens.
+def make_generator(
+    model: Llama, variables: dict[str, Any], how: Sampling, length: int
+) -> Callable[[Sequence[int]], Iterator[int]]:
+    """Returns a function that yields the tokens that follow a prompt of this length.
 
     It compiles two programs: one reads the prompt, the other one token. Prompts are not
     padded, because padding would share the scales of quantized activations with them.
     """
+    variables = jax.device_put(variables)
+    empty = empty_cache(model.config, 1, length + how.tokens)
+    read, step = (
+        draw.lower(model, how, variables, shape, empty, jax.random.key(0)).compile()
+        for shape in (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (length, 1))
+    )
 
-    def __init__(
-        self,
-        model: Llama,
-        variables: dict[str, Any],
-        how: Sampling,
-        *,
-        prompt: int,
-        tokens: int,
-    ):
-        """Compiles the programs for prompts of ``prompt`` tokens."""
-        self._tokens = tokens
-        self._variables = jax.device_put(variables)
-        self._cache = empty_cache(model.config, 1, prompt + tokens)
-
-        def compiled(tokens: int) -> Any:
-            shape = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-            operands = self._variables, shape, self._cache, jax.random.key(0)
-            return draw.lower(model, how, *operands).compile()
-
-        self._read, self._step = compiled(prompt), compiled(1)
-
-    def __call__(self, prompt: Sequence[int], seed: int) -> Iterator[int]:
-        """Yields the tokens that follow a prompt."""
-        text, key = jnp.asarray([prompt], jnp.int32), jax.random.key(seed)
-        cache = jax.tree.map(jnp.copy, self._cache)  # a step donates it
-        drawn, cache = self._read(self._variables, text, cache, key)
-        for _ in range(self._tokens - 1):
+    def generate(prompt: Sequence[int]) -> Iterator[int]:
+        text, key = jnp.asarray([prompt], jnp.int32), jax.random.key(how.seed)
+        cache = jax.tree.map(jnp.copy, empty)  # a step donates it
+        drawn, cache = read(variables, text, cache, key)
+        for _ in range(how.tokens - 1):
             yield int(drawn[0, 0])
-            drawn, cache = self._step(self._variables, drawn, cache, key)
+            drawn, cache = step(variables, drawn, cache, key)
         yield int(drawn[0, 0])
+
+    return generate
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -126,52 +112,46 @@ def draw(
 
 def write(asked: argparse.Namespace) -> None:
     """Generates what the command line asks for and prints it."""
-    try:
-        how = Sampling(
-            temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if not 0 <= asked.seed < 2**32:
-        raise ConfigError(f"seed takes an integer of 32 bits, got {asked.seed}")
+    how = Sampling(**fields.given(asked, Sampling))
     text = asked.prompt
     if text is None:  # as Python decodes the command line
         text = sys.stdin.buffer.read().decode(errors="surrogateescape")
     found = build.load(asked.folder, asked.weights)
     prompt = (found.codec.encode_chat if asked.chat else found.codec.encode)(text)
-    config = found.model.config
-    _check_prompt(prompt, config.vocab_size, config.max_seq_len)
-    tokens = min(asked.tokens, config.max_seq_len - len(prompt))
+    config, length = found.model.config, len(prompt)
+    longest, vocab_size = config.max_seq_len, config.vocab_size
+    if not prompt:
+        raise UserError("the prompt is empty: give --prompt a text")
+    if length >= longest:
+        raise UserError(f"the prompt has {length} tokens; the model takes {longest}")
+    if (last := max(prompt)) >= vocab_size:
+        raise UserError(
+            f"the tokenizer gives the prompt a token {last} of {vocab_size}"
+        )
+    fitting = min(how.tokens, longest - length)
     times = [time.perf_counter()]
-    generator = Generator(
-        found.model, found.variables, how, prompt=len(prompt), tokens=tokens
-    )
+    how_many = dataclasses.replace(how, tokens=fitting)
+    generator = make_generator(found.model, found.variables, how_many, length)
     times.append(time.perf_counter())
     if not asked.chat:
         text = to_bytes(text).decode(errors="replace").rstrip(_INCOMPLETE)
         print(text, end="", flush=True)
-    drawn = _print(found.codec, prompt, generator(prompt, asked.seed), times)
+    drawn = _print(found.codec, prompt, generator(prompt), times)
     started, compiled, read, *_ = times
     speed = f"{found.weights}; compiled in {compiled - started:.1f} s; prompt: "
-    speed += f"{len(prompt)} tokens, {len(prompt) / (read - compiled):,.1f} tokens/s"
+    speed += f"{length} tokens, {length / (read - compiled):,.1f} tokens/s"
     if (steps := len(times) - 3) > 0:
         speed += f"; then {steps} tokens, {steps / (times[-1] - read):,.1f} tokens/s"
     print(speed, file=sys.stderr)
-    if drawn == tokens < asked.tokens:
-        print(
-            f"stopped at the model's longest sequence, {config.max_seq_len} tokens",
-            file=sys.stderr,
-        )
+    if drawn == fitting < how.tokens:
+        what = f"the model's longest sequence, {longest} tokens"
+        print(f"stopped at {what}", file=sys.stderr)
 
 
 def _print(
     codec: Codec, prompt: list[int], tokens: Iterator[int], times: list[float]
 ) -> int:
-    """Prints tokens up to one that stops, and adds when each was drawn.
-
-    Returns:
-        The number of tokens without the one that stops.
-    """
+    """Prints tokens up to one that stops, adds their times and returns their number."""
     # Some tokenizers decode the first token without its space, so all are decoded.
     text, shown = list(prompt), codec.decode(prompt).rstrip(_INCOMPLETE)
 
@@ -193,62 +173,21 @@ def _print(
     return len(text) - len(prompt)
 
 
-def _check_prompt(prompt: list[int], vocab_size: int, longest: int) -> None:
-    if not prompt:
-        raise ConfigError("the prompt is empty: give --prompt a text")
-    if len(prompt) >= longest:
-        raise ConfigError(
-            f"the prompt has {len(prompt)} tokens; the model takes sequences of "
-            f"{longest}, and generates at least one"
-        )
-    if max(prompt) >= vocab_size:
-        raise ConfigError(
-            f"the tokenizer gives the prompt a token {max(prompt)}, the model has "
-            f"{vocab_size} tokens"
-        )
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.llama.generate",
-        description="Continues a text with a trained model.",
-    )
+    prog, text = "python -m examples.llama.generate", "Continues a text with a model."
+    parser = argparse.ArgumentParser(prog, description=text)
     add = parser.add_argument
-    add(
-        "folder",
-        type=Path,
-        help="folder of a run of examples.llama.train, or of a Hugging Face model; "
-        "the exports blockwise_int8 and compressed-tensors are such models",
-    )
+    text = "folder of a run of examples.llama.train, or of a Hugging Face model, such "
+    text += "as the exports blockwise_int8 and compressed-tensors"
+    add("folder", type=Path, help=text)
     add("--prompt", help="text to continue (default: standard input)")
-    add(
-        "--chat",
-        action="store_true",
-        help="take the prompt as a user's message, in the model's chat template",
-    )
-    numbers: dict[str, tuple[Any, float, str]] = {
-        "tokens": (_positive, 200, "most tokens to generate"),
-        "temperature": (float, Sampling.temperature, "0 takes the most likely token"),
-        "top-k": (int, 0, "draw from so many of the most likely tokens; 0 from all"),
-        "top-p": (float, 1, "draw from the most likely ones of this total probability"),
-        "seed": (int, 0, "seed"),
-    }
-    for name, (kind, default, meaning) in numbers.items():
-        text = f"{meaning} (default: {default})"
-        add(f"--{name}", type=kind, default=default, help=text)
-    add(
-        "--weights",
-        choices=build.WEIGHTS,
-        help="what projections multiply by (default: the INT8 codes of a run with an "
-        "INT8 recipe, which fbq_jax.freeze makes; else floats)",
-    )
+    text = "take the prompt as a user's message, in the model's chat template"
+    add("--chat", action="store_true", help=text)
+    fields.add_options(parser, Sampling)
+    text = "what projections multiply by (default: the INT8 codes of a run with an "
+    text += "INT8 recipe, which fbq_jax.freeze makes; else floats)"
+    add("--weights", choices=build.WEIGHTS, help=text)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"takes a positive integer, got {text}")
-    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -258,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         write(asked)
     except KeyboardInterrupt:
         return 130
-    except (*ERRORS, OSError) as error:  # OSError names its file
+    except (UserError, OSError) as error:  # OSError names its file
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

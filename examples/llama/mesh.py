@@ -1,10 +1,9 @@
 """Several devices: the mesh, and how a run's arrays are sharded over it.
 
-A mesh has up to three axes. "data" and "fsdp" shard the sequences of a batch. "fsdp"
-also shards the parameters, their gradients and the optimizer's moments; a layer then
-gathers its weights as INT8 codes. "tensor" shards the heads and the width of the MLP,
-or the experts. `PARAMETERS` and `RULES` decide the sharding, and XLA inserts the
-collectives.
+"data" and "fsdp" shard the sequences of a batch. "fsdp" also shards the parameters,
+their gradients and the optimizer's moments; a layer then gathers its weights as INT8
+codes. "tensor" shards the heads and the width of the MLP, or the experts. `PARAMETERS`
+and `RULES` decide the sharding, and XLA inserts the collectives.
 """
 
 import argparse
@@ -17,19 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import SingleDeviceSharding as OneDevice
+
+from examples.llama.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 
-# The logical axes of each parameter, by the last names of its path; of several entries
-# that fit, the first counts. `nn.scan` puts the layers before them. All other
-# parameters are small, and are replicated.
+# The logical axes of each parameter, by the last names of its path; the first that fits
+# counts. `nn.scan` puts the layers before them. Other parameters are replicated.
 PARAMETERS: dict[tuple[str, ...], tuple[str | None, ...]] = {
     ("experts", "gate_up", "kernel"): ("expert", "embed", None),
     ("experts", "down", "kernel"): ("expert", None, "embed"),
@@ -47,30 +42,17 @@ RULES |= dict.fromkeys(("heads", "mlp", "expert", "vocab"), ("tensor",))
 
 # The options that select devices and processes.
 PARSER = argparse.ArgumentParser(add_help=False)
-PARSER.add_argument(
-    "--mesh",
-    default="",
-    help="devices along each axis, such as data=2,fsdp=2,tensor=2, or a subset",
-)
-PARSER.add_argument(
-    "--hosts",
-    nargs="?",
-    const="",
-    metavar="ADDRESS,N,I",
-    help="run as process I of N; ADDRESS is host:port of the first process. Leave out "
-    "the value on a cluster that JAX detects, such as Slurm",
-)
-
-
-class MeshError(ValueError):
-    """The mesh or the processes that were asked for are not available."""
+_HELP = "devices along each axis, such as data=2,fsdp=2,tensor=2, or a subset"
+PARSER.add_argument("--mesh", default="", help=_HELP)
+_HELP = "run as process I of N, with host:port of the first process; on a cluster that "
+_HELP += "JAX detects, such as Slurm, without a value"
+PARSER.add_argument("--hosts", nargs="?", const="", metavar="ADDRESS,N,I", help=_HELP)
 
 
 def join(argv: Sequence[str]) -> None:
     """Connects to the other processes if `argv` contains --hosts.
 
-    Call it before JAX initializes its devices. Raises MeshError if the value of --hosts
-    is malformed, or if JAX detects no cluster.
+    Call it before JAX initializes its devices. Raises UserError if it cannot connect.
     """
     hosts = PARSER.parse_known_args(argv)[0].hosts
     if hosts is None:
@@ -82,44 +64,34 @@ def join(argv: Sequence[str]) -> None:
         else:
             jax.distributed.initialize()
     except ValueError as error:
-        raise MeshError(
+        raise UserError(
             "hosts takes host:port, the number of processes and the index of this one, "
-            "such as 10.0.0.1:1234,2,0, or no value on a cluster that JAX detects; got "
-            f"{hosts!r} ({error})"
+            f"or no value on a cluster that JAX detects; got {hosts!r} ({error})"
         ) from error
 
 
 def make(text: str) -> Mesh | None:
     """Builds the mesh that --mesh describes, such as ``"data=2,fsdp=4"``.
 
-    No text stands for one device, None. Raises MeshError, also if the number of devices
-    does not fit.
+    No text stands for one device, None.
     """
     processes, devices = jax.process_count(), jax.devices()
     if not text:
         if processes > 1:
-            raise MeshError(
-                "several processes need a --mesh that covers all of their devices"
-            )
+            raise UserError("several processes need a --mesh of all their devices")
         return None
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
-            raise MeshError(
-                f"mesh takes sizes for {', '.join(AXES)}, such as data=2,fsdp=4; got "
-                f"{text!r}"
-            )
+            example = f"{', '.join(AXES)}, such as data=2,fsdp=4"
+            raise UserError(f"mesh takes sizes for {example}; got {text!r}")
         sizes[name] = int(size)
     needed = math.prod(sizes.values())
     if needed > len(devices) or (processes > 1 and needed < len(devices)):
-        raise MeshError(f"mesh {text} needs {needed} devices, got {len(devices)}")
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=devices[:needed],
-    )
+        raise UserError(f"mesh {text} needs {needed} devices, got {len(devices)}")
+    shape, names, types = (*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices[:needed])
 
 
 def use(devices: Mesh | None) -> AbstractContextManager[Any]:
@@ -128,28 +100,22 @@ def use(devices: Mesh | None) -> AbstractContextManager[Any]:
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
-    """Returns the partition of an array with logical axes over the mesh in use.
+    """Returns the partition of an array with logical axes, keys of `RULES` or None.
 
-    The axes are keys of `RULES` or None. One whose size is not a multiple of its
-    devices is replicated.
+    An axis whose size is not a multiple of its devices is replicated.
     """
-    partitions: list[tuple[str, ...] | None] = []
+    mesh = jax.sharding.get_abstract_mesh()
+    found: list[tuple[str, ...] | None] = []
     for size, name in zip(shape, names, strict=True):
-        axes = _mesh_axes(name)
-        partitions.append(axes if axes and size % shards(name) == 0 else None)
-    return PartitionSpec(*partitions)
+        axes = tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
+        found.append(axes if axes and size % shards(name) == 0 else None)
+    return PartitionSpec(*found)
 
 
 def shards(name: str | None) -> int:
     """Returns how many shards a logical axis has over the mesh in use."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in _mesh_axes(name))
-
-
-def _mesh_axes(name: str | None) -> tuple[str, ...]:
-    """The axes of the mesh in use that shard a logical axis."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(axis, 1) for axis in RULES.get(name or "", ()))
 
 
 def specs(state: Any) -> Any:
@@ -168,8 +134,7 @@ def shardings(state: Any) -> Any:
     """Returns the sharding of each array of a training state on the devices in use."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        one_device = SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(lambda _: one_device, state)
+        return jax.tree.map(lambda _: OneDevice(jax.devices()[0]), state)
     return jax.tree.map(functools.partial(NamedSharding, mesh), specs(state))
 
 
@@ -196,12 +161,10 @@ def size() -> int:
 
 
 def check_batch(sequences: int) -> None:
-    """Raises MeshError if the mesh in use does not divide a batch."""
+    """Raises UserError if the mesh in use does not divide a batch."""
     if sequences % (count := shards("batch")):
-        raise MeshError(
-            f"the mesh splits a batch into {count} shards, which does not divide the "
-            f"{sequences} sequences of a microbatch (batch / accumulate)"
-        )
+        what = f"which does not divide the {sequences} sequences of a microbatch"
+        raise UserError(f"the mesh splits a batch into {count} shards, {what}")
 
 
 def collect(params: Any) -> Any:

@@ -5,8 +5,6 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,130 +15,92 @@ import numpy as np
 
 import fbq_jax
 from examples.llama import atomic
+from examples.llama.errors import writing
 
 # Entries of a record that are numbers, or null.
-_NUMBERS = (
-    *("step", "loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu"),
-    *("load_balance", "router_z"),
-)
+_NUMBERS = ["step", "loss", "grad_norm", "lr", "val_loss", "tokens_per_s", "mfu"]
+_NUMBERS += ["load_balance", "router_z"]
 # What reading a line raises that holds something else.
-_ODD = (
-    *(ValueError, TypeError, LookupError, AttributeError),
-    *(OverflowError, RecursionError),
-)
+_ODD = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
-class MetricsError(RuntimeError):
-    """The metrics file of a run cannot be written."""
+def continue_after(step: int, path: Path) -> None:
+    """Prepares the log of a run, one JSON object per line and step, for later steps.
 
-
-class MetricsLog:
-    """Writes one JSON object per step, each on its own line, without buffering.
-
-    Numbers that are not finite are written as null, because JSON cannot express them.
-    `missing` counts the steps up to `after_step` that have no record, and `moved` the
-    lines that moved to `metrics.repeated.jsonl`.
+    The lines of later steps, which will run again, and damaged lines move to the end of
+    `metrics.repeated.jsonl` beside it.
     """
+    kept: dict[int, bytes] = {}
+    moved = b""
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        found = (_parse(line) or {"step": 0})["step"]
+        if 1 <= found <= step and found not in kept:
+            kept[found] = line
+        else:
+            moved += line + b"\n"
+    with writing(path):
+        if moved:  # before they leave the file
+            other = path.with_suffix(".repeated.jsonl")
+            print(f"later or damaged lines of {path} moved to {other}")
+            with other.open("ab") as file:
+                file.write(moved)
+        atomic.write(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))
+    if lost := step - len(kept):
+        print(f"warning: {path} lacks {lost} of the {step} steps so far")
 
-    def __init__(self, path: Path, after_step: int) -> None:
-        """Opens `path` to continue after a step.
 
-        The lines of later steps, which will run again, and damaged lines move to the
-        end of `metrics.repeated.jsonl` beside it. Failing to write raises MetricsError.
-        """
-        self._path = path
-        with self._named_errors():
-            lines = path.read_bytes().splitlines() if path.exists() else []
-            kept: dict[int, bytes] = {}
-            moved = []
-            for line in lines:
-                step = (_parse(line) or {"step": 0})["step"]
-                if 1 <= step <= after_step and step not in kept:
-                    kept[step] = line
-                else:
-                    moved.append(line)
-            self.missing, self.moved = after_step - len(kept), len(moved)
-            if moved:  # before they leave the file
-                with path.with_suffix(".repeated.jsonl").open("ab") as file:
-                    file.write(b"".join(line + b"\n" for line in moved))
-            atomic.write(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))
-            self._file = path.open("a", buffering=1)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Appends a record: numbers and arrays in nested dictionaries."""
-        with self._named_errors():
-            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Closes the file."""
-        with self._named_errors():
-            self._file.close()
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise MetricsError(
-                f"{self._path} cannot be written: {error.strerror}. Make room, or make "
-                "the folder writable, and continue with --resume"
-            ) from error
+def append(record: dict[str, Any], path: Path) -> None:
+    """Appends a record to a log: numbers and arrays in nested dictionaries."""
+    with writing(path), path.open("a") as file:
+        file.write(json.dumps(_plain(record)) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the records in `path`, in order; none if it does not exist.
-
-    Lines that are no records are left out: a killed run can leave a truncated one.
-    """
+    """Reads the records in `path`, in order, without lines that are no records."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [record for record in map(_parse, lines) if record is not None]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record on a line; None if it holds something else."""
+
+    def axes(value: Any) -> int:
+        array = np.array(value, np.float64)
+        return array.ndim if array.size and not isinstance(value, str) else -1
+
     try:
         record = json.loads(line)
         layers = record.get("fallback", {}).values()
-        shapes = [_axes(record.get(name)) == 0 for name in _NUMBERS]
-        shapes += [_axes(layer["rate"]) in (0, 1) for layer in layers]
         tables = [layer.get("expert_rates", [[0]]) for layer in layers]
         tables.append(record.get("expert_load", [[0]]))
-        shapes += [_axes(table) == 2 for table in tables]
-    except _ODD:
+        is_record = (
+            type(record.get("step")) is int
+            and all(axes(record.get(name)) == 0 for name in _NUMBERS)
+            and all(axes(layer["rate"]) in (0, 1) for layer in layers)
+            and all(axes(table) == 2 for table in tables)
+        )
+    except (*_ODD, RecursionError):
         return None
-    return record if all(shapes) and type(record.get("step")) is int else None
+    return record if is_record else None
 
 
-def _axes(value: Any) -> int | None:
-    """The number of axes of nested lists of numbers, or nulls; None if one is empty."""
-    if isinstance(value, str):
-        return None
-    array = np.array(value, np.float64)
-    return array.ndim if array.size else None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _plain(tree: Any) -> Any:
+    """What JSON can express of numbers and arrays in nested dictionaries."""
+    text = json.dumps(tree, default=lambda array: array.tolist())
+    return json.loads(text, parse_constant=lambda _: None)  # NaN and infinities
 
 
 @dataclass(frozen=True)
 class Summary:
     """The mean loss of the last 20 steps, the last validation loss and median speeds.
 
-    NaN stands for what no record holds. The model FLOP utilization is a fraction of the
-    device's bfloat16 peak; None if the peak is unknown.
+    NaN stands for what no record holds.
     """
 
     loss: float
     val_loss: float
     tokens_per_s: float
-    mfu: float | None
+    mfu: float | None  # of the device's bfloat16 peak; None if it is unknown
 
 
 def summarize(out: Path) -> Summary:
@@ -162,28 +122,21 @@ def summarize(out: Path) -> Summary:
 def report(out: Path) -> str:
     """Describes the finished run in `out`: its losses, its speed and its files."""
     run = summarize(out)
+    loss = f"{run.loss:.4f} training (mean of the last 20 steps)"
     mfu = "" if run.mfu is None else f", {run.mfu:.1%} model FLOP utilization"
-    lines = [
-        f"  loss         {run.loss:.4f} training (mean of the last 20 steps), "
-        f"{run.val_loss:.4f} validation",
-        f"  speed        {run.tokens_per_s:,.0f} tokens/s{mfu}",
-    ]
-    files = {
-        "picture": out / "curves.png",
-        "metrics": out / "metrics.jsonl",
-        "checkpoints": out / "checkpoints",
-        "model": out / "hf",
-    }
-    lines += [f"  {name:13}{path}" for name, path in files.items() if path.exists()]
-    return "\n".join(lines)
+    lines = {"loss": f"{loss}, {run.val_loss:.4f} validation"}
+    lines["speed"] = f"{run.tokens_per_s:,.0f} tokens/s{mfu}"
+    files = {"picture": "curves.png", "metrics": "metrics.jsonl"}
+    files |= {"checkpoints": "checkpoints", "model": "hf"}
+    lines |= {n: str(out / file) for n, file in files.items() if (out / file).exists()}
+    return "\n".join(f"  {name:13}{line}" for name, line in lines.items())
 
 
 def versions(*packages: str) -> dict[str, str]:
     """Returns the versions of Python, of packages and of this library."""
     found = {package: version(package) for package in packages}
-    # The library need not be installed.
-    own = {"fbq-jax": fbq_jax.__version__}
-    return {"python": platform.python_version(), **found, **own}
+    found["fbq-jax"] = fbq_jax.__version__  # which need not be installed
+    return {"python": platform.python_version(), **found}
 
 
 def write_comparison(runs: list[Path], path: Path) -> None:
@@ -197,21 +150,16 @@ def write_comparison(runs: list[Path], path: Path) -> None:
         "options": options,
         "runs": {out.name: asdict(summarize(out)) for out in runs},
     }
-    text = json.dumps(_plain(comparison), indent=2, allow_nan=False)
-    atomic.write(path, text + "\n")
+    atomic.write(path, json.dumps(_plain(comparison), indent=2) + "\n")
 
 
 def compare(runs: list[Path]) -> str:
     """Returns a table of final losses, with the differences from the first run."""
-    summaries = [summarize(out) for out in runs]
-    first, names = summaries[0], max(12, *(len(out.name) + 2 for out in runs))
+    first, width = summarize(runs[0]), max(12, *(len(out.name) + 2 for out in runs))
     head = f"{'training loss':^20}{'validation loss':^20}{'tokens/s':>12}"
-    lines = [" " * names + head]
-    lines += [
-        f"{out.name:{names}}"
-        f"{run.loss:10.4f} {run.loss - first.loss:+8.4f} "
-        f"{run.val_loss:10.4f} {run.val_loss - first.val_loss:+8.4f} "
-        f"{run.tokens_per_s:12,.0f}"
-        for out, run in zip(runs, summaries, strict=True)
-    ]
+    lines = [" " * width + head]
+    for out, run in zip(runs, map(summarize, runs), strict=True):
+        line = f"{out.name:{width}}{run.loss:10.4f} {run.loss - first.loss:+8.4f} "
+        line += f"{run.val_loss:10.4f} {run.val_loss - first.val_loss:+8.4f} "
+        lines.append(line + f"{run.tokens_per_s:12,.0f}")
     return "\n".join(lines)

@@ -1,9 +1,7 @@
 """A Llama in Flax Linen, with the settings of the families that descend from it.
 
-`LlamaConfig` has a setting for each difference between them, and `hf/families.py` lists
-the settings of each family.
-
-The argument ``dot_general`` computes all projections of a layer:
+`hf/families.py` lists the settings of each family. The argument ``dot_general``
+computes all projections of a layer:
 
 >>> import jax, jax.numpy as jnp
 >>> config = LlamaConfig(
@@ -17,14 +15,14 @@ The argument ``dot_general`` computes all projections of a layer:
 (1, 8, 64)
 
 Q, K and V are one projection, and gate and up are another, so that their shared input
-is quantized once, as part of the norm before them (see `projections.py`). The columns
-of the QKV projection are grouped by key-value head: its queries, its key, its value.
-A device that holds some of these groups computes a model with fewer heads.
+is quantized once. The columns of the QKV projection are grouped by key-value head: its
+queries, its key, its value. A device that holds some of these groups computes a model
+with fewer heads.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -35,19 +33,11 @@ import fbq_jax
 from examples.llama import attention
 from examples.llama.mesh import constrain
 from examples.llama.model_config import LlamaConfig
-from examples.llama.projections import (
-    INITIALIZER,
-    DotGeneral,
-    dense,
-    gated_mlp,
-    norm,
-    norm_dense,
-)
-from examples.llama.rotary import rotate
+from examples.llama.projections import INITIALIZER, Part
+from examples.llama.rotary import Tables, rotate
 
-# The collections that have an axis of layers. FallbackDot keeps its state in "fallback"
-# by default, and "_overwrite_with_gradient" is Flax's transport, for
-# FallbackDot(collection=...) and for FP8. The others tell training about experts.
+# The collections that have an axis of layers: "_overwrite_with_gradient" is Flax's, for
+# FallbackDot(collection=...) and for FP8; the last three tell training about experts.
 _STACKED = (
     *("params", "fallback", "fallback_codes", "_overwrite_with_gradient"),
     *("expert_stats", "losses", "intermediates"),
@@ -55,9 +45,9 @@ _STACKED = (
 
 
 class KVCache(NamedTuple):
-    """The keys, rotated, and values of all layers, [L, B, S, kv_heads, head_dim].
+    """The rotated keys and the values of all layers, [L, B, S, kv_heads, head_dim].
 
-    They have the model's dtype. Positions from ``length`` on have no meaning.
+    Positions from ``length`` on have no meaning.
     """
 
     keys: jax.Array
@@ -72,22 +62,18 @@ def empty_cache(config: LlamaConfig, batch: int, size: int) -> KVCache:
     return KVCache(keys, values, jnp.zeros((), jnp.int32))
 
 
-# Cosines and sines; keys and values of one layer in a cache.
-_Tables = tuple[jax.Array, jax.Array]
+# The keys and values of one layer in a cache.
 _Cached = tuple[jax.Array, jax.Array] | None
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """RMSNorm and causal grouped-query attention, with the arguments of `Layer`."""
-
-    config: LlamaConfig
-    dot_general: DotGeneral | None = None
 
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
-        tables: _Tables,
+        tables: Tables,
         kind: jax.Array | None,
         cached: _Cached,
         start: jax.Array | None,
@@ -96,13 +82,12 @@ class Attention(nn.Module):
         config = self.config
         queries = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, queries + 2, config.head_dim
-        width, bias = math.prod(heads), config.qkv_bias
-        project = norm_dense(config, self.dot_general, width, use_bias=bias, name="qkv")
-        qkv = project(x).reshape(*x.shape[:2], *heads)
+        qkv = self.norm_dense(math.prod(heads), "qkv")(x)
+        qkv = qkv.reshape(*x.shape[:2], *heads)
         q = qkv[..., :queries, :].reshape(*x.shape[:2], -1, config.head_dim)
         k, v = qkv[..., queries, :], qkv[..., queries + 1, :]
         if config.qk_norm:
-            q, k = norm(config, "q_norm")(q), norm(config, "k_norm")(k)
+            q, k = self.norm("q_norm")(q), self.norm("k_norm")(k)
         if kind is not None:
             cos, sin = (lax.dynamic_index_in_dim(table, kind) for table in tables)
             tables = cos, sin
@@ -112,11 +97,9 @@ class Attention(nn.Module):
             k = lax.dynamic_update_slice_in_dim(cached[0], k, start, axis=1)
             v = lax.dynamic_update_slice_in_dim(cached[1], v, start, axis=1)
             cached = k, v
-        attend: Any = attention.attend
-        if start is not None:
-            attend = functools.partial(attention.attend_cached, start=start)
+        scale, softcap = config.score_scale(), config.attn_softcap
         attend = functools.partial(
-            attend, scale=config.score_scale(), softcap=config.attn_softcap
+            attention.attend, start=start, scale=scale, softcap=softcap
         )
         windows = [kind.window for kind in config.distinct_kinds()]
         windows = [None if w is None or w >= k.shape[1] else w for w in windows]
@@ -126,49 +109,41 @@ class Attention(nn.Module):
             y = branches[0](q, k, v)
         else:
             y = lax.switch(kind, branches, q, k, v)
-        out = dense(config, self.dot_general)(config.hidden_size, name="out")
-        return out(y), cached
+        return self.dense(config.hidden_size, "out")(y), cached
 
 
-class Layer(nn.Module):
+class Layer(Part):
     """One pre-norm layer, with the signature that ``nn.scan`` expects."""
-
-    config: LlamaConfig
-    dot_general: DotGeneral | None = None
 
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
-        tables: _Tables,
+        tables: Tables,
         kind: jax.Array | None = None,
         cached: _Cached = None,
         start: jax.Array | None = None,
     ) -> tuple[jax.Array, _Cached]:
-        """Computes one layer.
+        """Computes one layer of ``x`` [B, S, hidden].
 
         Args:
-            x: An array [B, S, hidden].
+            x: The input, whose shape and dtype the output has.
             tables: The result of ``config.rotary_tables``.
-            kind: The layer's index into ``config.distinct_kinds()``, an int32 scalar;
-                None if all layers are of one kind.
+            kind: The layer's index into ``config.distinct_kinds()``; None if all layers
+                are of one kind.
             cached: The layer's keys and values in a cache, [B, T, kv_heads, head_dim]
-                each; None without a cache.
-            start: The position of the first token of ``x``, int32 [], with a cache.
-
-        Returns:
-            An array of the shape and dtype of ``x``, and ``cached`` with the keys and
-            values of ``x``.
+                each, which are returned with those of ``x``; None without a cache.
+            start: The position of the first token of ``x``, with a cache.
         """
         config = self.config
         attend = Attention(config, self.dot_general, name="attention")
         y, cached = attend(x, tables, kind, cached, start)
         if config.post_norms:
-            y = norm(config, "post_attention_norm")(y)
+            y = self.norm("post_attention_norm")(y)
         x = x + y
-        y = gated_mlp(config, self.dot_general, name="mlp")(x)
+        y = self.gated_mlp("mlp")(x)
         if config.post_norms:
-            y = norm(config, "post_mlp_norm")(y)
+            y = self.norm("post_mlp_norm")(y)
         return constrain(x + y, "batch", None, None), cached
 
 
@@ -180,20 +155,14 @@ def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]
     return nn.remat(Layer, policy=policy, prevent_cse=prevent_cse)
 
 
-class Llama(nn.Module):
+class Llama(Part):
     """A Llama language model.
 
-    Attributes:
-        config: The sizes and numerics.
-        dot_general: Computes the four projections of each layer: qkv, out, gate_up and
-            down. None means ``jax.lax.dot_general``. Its state in the collection
-            "fallback" is stacked over the layers along the first axis. The embedding
-            and the head never use it; they stay in ``config.dtype``. A router of
-            experts computes in float32.
+    ``dot_general`` computes the four projections of each layer: qkv, out, gate_up and
+    down; None means ``jax.lax.dot_general``. Its state in the collection "fallback" is
+    stacked over the layers along the first axis. The embedding and the head never use
+    it; they stay in ``config.dtype``. A router of experts computes in float32.
     """
-
-    config: LlamaConfig
-    dot_general: DotGeneral | None = None
 
     @nn.compact
     def __call__(
@@ -202,25 +171,23 @@ class Llama(nn.Module):
         """Predicts the next token at every position, or after the last one.
 
         Args:
-            tokens: Integers [B, S] below ``vocab_size``.
+            tokens: Integers [B, S] below ``vocab_size``; others are a ValueError.
             cache: The tokens before these; it has room for S more.
 
         Returns:
-            Logits, float32 [B, S, vocab_size]. The logits at position i depend on
-            tokens 0 to i. With a cache, the logits after the last token, float32
-            [B, 1, vocab_size], and the cache with these tokens.
-
-        Raises:
-            ValueError: ``tokens`` has another rank or dtype, or is too long.
+            Logits, float32 [B, S, vocab_size]. With a cache, the logits after the last
+            token, float32 [B, 1, vocab_size], and the cache with these tokens.
         """
         config = self.config
-        _check_tokens(tokens, config.max_seq_len)
-        embed = nn.Embed(
-            config.vocab_size,
-            config.hidden_size,
-            embedding_init=INITIALIZER,
-            name="embed",
-        )
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            got = f"{tokens.dtype} {tokens.shape}"
+            raise ValueError(f"tokens takes integers [B, S], got {got}")
+        if (length := tokens.shape[1]) > (longest := config.max_seq_len):
+            raise ValueError(
+                f"tokens takes sequences up to max_seq_len ({longest}), got {length}"
+            )
+        sizes = config.vocab_size, config.hidden_size
+        embed = nn.Embed(*sizes, embedding_init=INITIALIZER, name="embed")
         # The lookup is in float32, so that the gradients of rows add up in float32.
         # A device looks up its own tokens in complete rows.
         rows = jnp.take(constrain(embed.embedding, "vocab", None), tokens, axis=0)
@@ -239,7 +206,7 @@ class Llama(nn.Module):
             unroll=config.num_layers if config.unroll else 1,
         )(config, self.dot_general, name="layers")
         start = None if cache is None else cache.length
-        tables = config.rotary_tables(tokens.shape[1], 0 if start is None else start)
+        tables = config.rotary_tables(length, 0 if start is None else start)
         cached = None if cache is None else (cache.keys, cache.values)
         kinds = None
         if len(distinct := config.distinct_kinds()) > 1:
@@ -247,11 +214,12 @@ class Llama(nn.Module):
             kinds = jnp.asarray(indices, jnp.int32)
         x, cached = layers(x, tables, kinds, cached, start)
 
-        x = norm(config, "norm")(x if cache is None else x[:, -1:])
+        x = self.norm("norm")(x if cache is None else x[:, -1:])
         if config.tie_embeddings:
             logits = x @ embed.embedding.T.astype(config.dtype)
         else:
-            logits = dense(config)(config.vocab_size, name="lm_head")(x)
+            head = self.dense(config.vocab_size, "lm_head", dot_general=None)
+            logits = head(x)
         logits = logits.astype(jnp.float32)
         if config.logit_softcap is not None:
             logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
@@ -259,16 +227,4 @@ class Llama(nn.Module):
             return logits
         assert cached is not None
         keys, values = cached
-        return logits, KVCache(keys, values, cache.length + tokens.shape[1])
-
-
-def _check_tokens(tokens: jax.Array, max_seq_len: int) -> None:
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"tokens takes integers [B, S], got {tokens.dtype} {tokens.shape}"
-        )
-    if tokens.shape[1] > max_seq_len:
-        raise ValueError(
-            f"tokens takes sequences up to max_seq_len ({max_seq_len}), "
-            f"got {tokens.shape[1]}"
-        )
+        return logits, KVCache(keys, values, cache.length + length)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import fields
+from examples.llama.errors import UserError
 from examples.llama.fields import FromOne, FromZero, Positive, Range, Size
-from examples.llama.rotary import Rope, RopeScaling, YarnScaling, rotary_tables
+from examples.llama.rotary import Rope, RopeScaling, Tables, YarnScaling, rotary_tables
 from fbq_jax import Routing, nonlinear
 
 SavedBits = Annotated[int, Range(int, nonlinear.BITS[0], nonlinear.BITS[-1])]
@@ -32,9 +33,7 @@ class LayerKind(NamedTuple):
 class LlamaConfig:
     """The sizes and numerics of a Llama.
 
-    Raises:
-        ValueError: A field has another type or is out of range. The message names the
-            field and what it accepts.
+    Raises UserError, which names a field that is not accepted.
     """
 
     vocab_size: Size
@@ -52,8 +51,7 @@ class LlamaConfig:
     # The base, unscaled, in the layers with a window; None means that of all layers.
     local_rope_theta: FromOne | None = None
     nope_layers: tuple[int, ...] = ()  # those that do not rotate queries and keys
-    # The keys that a query sees, up to and including its own, in the sliding layers;
-    # None stands for all keys and for every layer.
+    # The keys that a query sees in the sliding layers; None stands for all, and every.
     sliding_window: Size | None = None
     sliding_layers: tuple[int, ...] | None = None
 
@@ -71,9 +69,9 @@ class LlamaConfig:
     num_experts: Size | None = None  # in place of each MLP; None for one MLP
     top_k: Size = 2  # the experts of each token
     renormalize: bool = True  # a token's experts have weights that sum to 1
-    # The weight in training of the loss that balances the experts of a layer,
-    # num_experts * sum(f * p). As transformers counts it, f is the share of the tokens
-    # that select an expert, and sums to top_k; p is the expert's mean probability.
+    # The weight of the loss that balances experts, num_experts * sum(f * p). As
+    # transformers counts it, f is the share of the tokens that select an expert, and
+    # sums to top_k; p is the expert's mean probability.
     router_aux_loss_coef: FromZero = 0.01
 
     embed_scale: Positive = 1.0  # multiplies the embeddings that enter the first layer
@@ -96,13 +94,32 @@ class LlamaConfig:
         if self.head_dim is None:
             fields.check_divides(self, "num_heads", "hidden_size")
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        self._check_attention()
-        if self.num_experts is not None:
-            self._check_experts(self.num_experts)
-        if self.dtype not in (jnp.bfloat16, jnp.float32):
-            raise ValueError(
-                f"dtype takes jnp.bfloat16 or jnp.float32, got {self.dtype!r}"
+        layers = range(self.num_layers)
+        for name in ("nope_layers", "sliding_layers"):
+            if any(layer not in layers for layer in getattr(self, name) or ()):
+                n, got = len(layers), reprlib.repr(getattr(self, name))
+                raise UserError(f"{name} takes indices of the {n} layers, got {got}")
+        theta, dim, experts = self.rope_theta, self.head_dim, self.num_experts
+        if dim % 2:
+            raise UserError(f"head_dim takes an even number, got {dim}")
+        if self.sliding_layers and self.sliding_window is None:
+            raise UserError("sliding_window takes an integer with sliding_layers")
+        if isinstance(self.rope_scaling, YarnScaling) and (theta == 1 or dim == 2):
+            limits = "a rope_theta above 1 and a head_dim above 2"
+            raise UserError(f"YaRN takes {limits}, got {theta:g} and {dim}")
+        if experts and self.top_k > experts:
+            raise UserError(
+                f"top_k takes at most num_experts ({experts}), got {self.top_k}"
             )
+        if experts and self.renormalize and self.top_k == 1:
+            why = "or the router has no gradient"
+            raise UserError(f"renormalize takes False with a top_k of 1, {why}")
+        if experts and self.activation != "silu":
+            got = f"got {self.activation!r}"
+            raise UserError(f"activation takes silu with num_experts, {got}")
+        if self.dtype not in (jnp.bfloat16, jnp.float32):
+            got = f"got {self.dtype!r}"
+            raise UserError(f"dtype takes jnp.bfloat16 or jnp.float32, {got}")
 
     def score_scale(self) -> float:
         """Returns what attention multiplies its scores by."""
@@ -125,10 +142,8 @@ class LlamaConfig:
                 self.sliding_layers is None or layer in self.sliding_layers
             )
             rotation = local if slides else rope
-            return LayerKind(
-                self.sliding_window if slides else None,
-                None if layer in self.nope_layers else rotation,
-            )
+            window = self.sliding_window if slides else None
+            return LayerKind(window, None if layer in self.nope_layers else rotation)
 
         return tuple(map(kind, range(self.num_layers)))
 
@@ -136,46 +151,7 @@ class LlamaConfig:
         """Returns the kinds that some layer has, in the order of the first layers."""
         return tuple(dict.fromkeys(self.layer_kinds()))
 
-    def rotary_tables(
-        self, seq_len: int, start: jax.Array | int = 0
-    ) -> tuple[jax.Array, jax.Array]:
+    def rotary_tables(self, seq_len: int, start: jax.Array | int = 0) -> Tables:
         """Returns `rotary.rotary_tables` of the kinds of layers."""
         ropes = [kind.rope for kind in self.distinct_kinds()]
         return rotary_tables(ropes, self.head_dim, seq_len, start)
-
-    def _check_attention(self) -> None:
-        if self.head_dim % 2:
-            raise ValueError(
-                "head_dim takes an even number (RoPE rotates pairs), "
-                f"got {self.head_dim}"
-            )
-        for name in ("nope_layers", "sliding_layers"):
-            layers = getattr(self, name) or ()
-            if any(not 0 <= layer < self.num_layers for layer in layers):
-                raise ValueError(
-                    f"{name} takes indices of the {self.num_layers} layers, "
-                    f"got {reprlib.repr(layers)}"
-                )
-        if self.sliding_window is None and self.sliding_layers:
-            raise ValueError("sliding_window takes an integer with sliding_layers")
-        yarn = isinstance(self.rope_scaling, YarnScaling)
-        if yarn and (self.rope_theta == 1 or self.head_dim == 2):
-            raise ValueError(
-                "YaRN takes a rope_theta above 1 and a head_dim above 2, got "
-                f"{self.rope_theta:g} and {self.head_dim}"
-            )
-
-    def _check_experts(self, num_experts: int) -> None:
-        if self.top_k > num_experts:
-            raise ValueError(
-                f"top_k takes at most num_experts ({num_experts}), got {self.top_k}"
-            )
-        if self.renormalize and self.top_k == 1:
-            raise ValueError(
-                "renormalize takes False with a top_k of 1: the weight of the only "
-                "expert would always be 1, and the router would have no gradient"
-            )
-        if self.activation != "silu":
-            raise ValueError(
-                f"activation takes silu with num_experts, got {self.activation!r}"
-            )

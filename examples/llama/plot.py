@@ -1,5 +1,6 @@
 """Plots of runs: losses, fallback rates and experts, and recipes compared."""
 
+import io
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from examples.llama import atomic, metrics
 from fbq_jax import Recipe
 
-# The color-blind-safe palette of Okabe and Ito, with gray in place of yellow, and seven
-# others. Dashes keep overlapping curves visible.
+# The palette of Okabe and Ito, with gray in place of yellow, and seven others.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#999999", "#661177", "#8C6D1F", "#332288"),
@@ -31,10 +31,9 @@ Records = list[dict[str, Any]]
 def draw_curves(run: Path, recipe: Recipe | None) -> None:
     """Draws `curves.png` from the `metrics.jsonl` of a run; None is bf16 or FP8.
 
-    The top shows the losses. For a recipe with fallback, a row below has a panel for
-    each projection, with the fallback rate of every layer and the target range. For a
-    mixture of experts the last row shows how unequal their load is over the steps, and
-    the load and fallback rates of each expert in each layer at the end.
+    The top shows the losses, a row below the fallback rate of every layer and the
+    target range, and the last row how unequal the load of experts is over the steps,
+    and the load and fallback rates of each expert in each layer at the end.
     """
     records = metrics.read(run / "metrics.jsonl")
     loads = _alike(records, lambda r: r.get("expert_load"))
@@ -46,7 +45,6 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
         _draw_rates(below[0], records, target)
     if loads:
         _draw_experts(below[-1], loads)
-
     axes = above.subplots()
     axes.set(title=f"Loss ({run.name})", xlabel="step", ylabel="nats per token")
     _draw_loss(axes, records, label="training", color=COLORS[0])
@@ -56,20 +54,18 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
 
 
 def draw_comparison(runs: list[Path], path: Path) -> None:
-    """Draws the losses of runs of as many steps, and their differences from the first.
-
-    The names of their folders label the curves.
-    """
+    """Draws the losses of equally long runs, and their differences from the first."""
     title = "Loss (legend: mean of the last 20 steps; circles: validation)"
     figure, losses, differences = loss_panels(title, runs[0].name)
-    run_records = [metrics.read(run / "metrics.jsonl") for run in runs]
-    baseline = {record["step"]: record.get("loss") for record in run_records[0]}
     final = [metrics.summarize(run).loss for run in runs]
-    for index, (run, records) in enumerate(zip(runs, run_records, strict=True)):
-        line = style(index)
+    baseline: dict[int, float | None] = {}
+    for index, run in enumerate(runs):
+        records, line = metrics.read(run / "metrics.jsonl"), style(index)
         label = f"{run.name} {final[index]:.4f}"
         if index:
             label += f" ({final[index] - final[0]:+.4f})"
+        else:
+            baseline = {record["step"]: record.get("loss") for record in records}
         _draw_loss(losses, records, label=label, **line)
         _draw_validation(losses, records, color=line["color"])
         shared = [record for record in records if record["step"] in baseline]
@@ -104,13 +100,9 @@ def _draw_validation(axes: Axes, records: Records, **line: Any) -> None:
 
 
 def _alike(records: Records, value_of: Any) -> Records:
-    """The records with a value of the shapes of the last one's.
-
-    Only an edited file has records of several models; the last one counts.
-    """
-    records = [record for record in records if value_of(record)]
-    shapes = [jax.tree.map(np.shape, value_of(record)) for record in records]
-    return [r for r, shape in zip(records, shapes, strict=True) if shape == shapes[-1]]
+    """The records whose value has the shapes of the last one's; edited files differ."""
+    found = [(jax.tree.map(np.shape, x), r) for r in records if (x := value_of(r))]
+    return [record for shape, record in found if shape == found[-1][0]]
 
 
 def _draw_rates(
@@ -131,10 +123,8 @@ def _draw_rates(
         panel.set(title=projection.removeprefix("layers/"))
     panels[0].set(ylabel="fallback rate", ylim=(0, None))
     panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    low, high = target
-    figure.suptitle(
-        f"Fallback rate, smoothed (shaded: target, {low:.0%} to {high:.0%})"
-    )
+    shaded = "target, {:.0%} to {:.0%}".format(*target)
+    figure.suptitle(f"Fallback rate, smoothed (shaded: {shaded})")
     norm = BoundaryNorm(range(len(colors) + 1), len(colors))
     scale = ScalarMappable(norm, ListedColormap(colors))
     bar = figure.colorbar(scale, ax=panels, label="layer")
@@ -164,32 +154,29 @@ def _draw_experts(figure: SubFigure, records: Records) -> None:
         for name, layer in record.get("fallback", {}).items():
             if np.shape(rates := layer.get("expert_rates")) == load.shape:
                 found.setdefault(name, []).append(rates)
-    busiest, panel, *panels = figure.subplots(1, 2 + len(found))
+    busiest, *panels = figure.subplots(1, 2 + len(found))
     _draw_layers(busiest, _column(records, "step"), relative.max(axis=-1))
     busiest.set(title="largest load / mean", ylim=(1, None))
     # White is the mean of the layer.
-    _draw_map(panel, load, "RdBu_r", TwoSlopeNorm(1, 0, max(2, load.max())))
-    panel.set(title="load / mean", ylabel="layer")
-    for panel, (name, tables) in zip(panels, found.items(), strict=True):
+    norm = TwoSlopeNorm(1, 0, max(2, load.max()))
+    maps: list[Any] = [("load / mean", load, "RdBu_r", norm)]
+    for name, tables in found.items():
+        title = f"fallback rate, {name.rpartition('/')[2]}"
         mean = np.array(tables, np.float64).mean(axis=0)
-        bar = _draw_map(panel, mean, "viridis", Normalize(0, 1))
-        bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        panel.set(title=f"fallback rate, {name.rpartition('/')[2]}")
-    figure.suptitle(
-        "Experts (left: of each layer, smoothed; maps: means over the last twentieth "
-        "of the steps)"
-    )
-
-
-def _draw_map(panel: Axes, values: np.ndarray, colors: str, norm: Normalize) -> Any:
-    """Draws a value of each expert in each layer, and returns the colorbar."""
-    image = panel.imshow(
-        values, aspect="auto", cmap=colors, norm=norm, interpolation="none"
-    )
-    for axis in panel.xaxis, panel.yaxis:
-        axis.set_major_locator(MaxNLocator(5, integer=True))
-    panel.set(xlabel="expert")
-    return panel.figure.colorbar(image, ax=panel)
+        maps.append((title, mean, "viridis", Normalize(0, 1)))
+    for panel, (title, values, colors, norm) in zip(panels, maps, strict=True):
+        image = panel.imshow(
+            values, aspect="auto", cmap=colors, norm=norm, interpolation="none"
+        )
+        for axis in panel.xaxis, panel.yaxis:
+            axis.set_major_locator(MaxNLocator(5, integer=True))
+        panel.set(title=title, xlabel="expert")
+        bar = panel.figure.colorbar(image, ax=panel)
+        if values is not load:
+            bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    panels[0].set(ylabel="layer")
+    maps_show = "means over the last twentieth of the steps"
+    figure.suptitle(f"Experts (left: of each layer, smoothed; maps: {maps_show})")
 
 
 def style(index: int) -> dict[str, Any]:
@@ -228,4 +215,6 @@ def finish(axes: Axes, legend: Place = "upper right") -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a PNG file; raises the errors of `atomic.write`."""
-    atomic.write_by(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    atomic.write(path, picture.getvalue())

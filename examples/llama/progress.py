@@ -13,16 +13,14 @@ T = TypeVar("T")
 
 def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
     """The progress bar of a run; until the first `show` it says that JAX compiles."""
-    compiling = "compiling" if done < steps else None
-    return tqdm(
-        initial=done, total=steps, unit="step", postfix=compiling, disable=not shown
-    )
+    text = "compiling" if done < steps else None
+    return tqdm(initial=done, total=steps, unit="step", postfix=text, disable=not shown)
 
 
 def show(bar: tqdm, record: dict[str, Any]) -> None:
     """Advances the progress bar by one step and shows the metrics of that step."""
-    tokens_per_s = f"{record['tokens_per_s']:,.0f}"
-    shown = {"loss": f"{record['loss']:.3f}", "tokens/s": tokens_per_s}
+    shown = {"loss": f"{record['loss']:.3f}"}
+    shown["tokens/s"] = f"{record['tokens_per_s']:,.0f}"
     if "mfu" in record:
         shown["mfu"] = f"{record['mfu']:.1%}"
     # A layer whose recipe has no fallback has no threshold.
@@ -36,9 +34,8 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
 def interruptible(items: Iterable[T]) -> Iterator[T]:
     """Yields items, between which Ctrl-C or SIGTERM raises KeyboardInterrupt.
 
-    A long call of another library can lose the KeyboardInterrupt of its time: Python
-    raises it in whatever runs first after the call, such as a callback of JAX at a
-    garbage collection, where it is ignored.
+    Otherwise Python raises it in whatever runs first after a long call of a library,
+    such as a callback of JAX at a garbage collection, where it is ignored.
     """
     signaled = threading.Event()
     with _handled(lambda *_: signaled.set()):

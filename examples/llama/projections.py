@@ -1,12 +1,10 @@
 """The projections of a layer, and the norms whose outputs they read.
 
 Norm and projection run as one fused layer of ``fbq_jax`` if the recipe supports it, the
-backward pass reads packed codes, and the model has the gate and the norms of Llama: the
-fused layer quantizes values where it computes them. Otherwise norm and projection are
-separate Flax modules. Both variants use the same names for parameters and state.
+backward pass reads packed codes, and the model has the gate and the norms of Llama.
+Otherwise they are separate Flax modules, with the same names for parameters and state.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,8 @@ INITIALIZER = nn.initializers.normal(stddev=0.02)
 
 def fuses(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     """Whether norms and projections run as fused layers of ``fbq_jax``."""
-    return _could_fuse(config, dot_general) and not _not_fused(config)
+    is_supported = _could_fuse(config, dot_general)
+    return is_supported and why_not_fused(config, dot_general) is None
 
 
 def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | None:
@@ -32,7 +31,9 @@ def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | 
 
     None if they run fused, or would not in any model: for the recipe or ``saved_bits``.
     """
-    if not _could_fuse(config, dot_general) or not (parts := _not_fused(config)):
+    parts = [f"the gate {config.activation}"] * (config.activation != "silu")
+    parts += ["norms that multiply by 1 + scale"] * config.unit_offset_norms
+    if not parts or not _could_fuse(config, dot_general):
         return None
     return (
         "norms, gates and projections run as separate layers: fbq_jax fuses SwiGLU and "
@@ -41,88 +42,66 @@ def why_not_fused(config: LlamaConfig, dot_general: DotGeneral | None) -> str | 
 
 
 def _could_fuse(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
-    return (
-        config.saved_bits is not None
-        and isinstance(dot_general, fbq_jax.FallbackDot)
-        and fbq_jax.fuses(dot_general.recipe)
-    )
+    is_int8 = isinstance(dot_general, fbq_jax.FallbackDot)
+    recipe: Any = getattr(dot_general, "recipe", None)
+    return config.saved_bits is not None and is_int8 and fbq_jax.fuses(recipe)
 
 
-def _not_fused(config: LlamaConfig) -> list[str]:
-    """The parts of the model that the fused layers do not have."""
-    parts = {
-        f"the gate {config.activation}": config.activation != "silu",
-        "norms that multiply by 1 + scale": config.unit_offset_norms,
-    }
-    return [part for part, has in parts.items() if has]
+class Part(nn.Module):
+    """A part of the model, which makes its layers."""
 
+    config: LlamaConfig
+    dot_general: DotGeneral | None = None
 
-def _fused_options(
-    config: LlamaConfig, dot_general: DotGeneral | None
-) -> dict[str, Any]:
-    return {
-        "epsilon": config.norm_eps,
-        "bits": config.saved_bits,
-        "dtype": config.dtype,
-        "kernel_init": INITIALIZER,
-        "dot_general": dot_general,
-    }
+    @nn.nowrap
+    def dense(self, features: int, name: str, **options: Any) -> nn.Dense:
+        """Returns a projection."""
+        options = {"use_bias": False, **self._options(), **options}
+        return nn.Dense(features, name=name, **options)
 
+    @nn.nowrap
+    def norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
+        """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
+        epsilon, bits = self.config.norm_eps, self.config.saved_bits
+        module: nn.Module
+        if self.config.unit_offset_norms:
+            module = _UnitOffsetNorm(epsilon, bits, name=name)
+        elif bits is None:
+            module = nn.RMSNorm(epsilon=epsilon, name=name)
+        else:
+            module = fbq_jax.RMSNorm(epsilon=epsilon, bits=bits, name=name)
+        return lambda x: module(x.astype(jnp.float32)).astype(self.config.dtype)
 
-def norm_dense(
-    config: LlamaConfig,
-    dot_general: DotGeneral | None,
-    features: int,
-    *,
-    use_bias: bool,
-    name: str,
-) -> nn.Module:
-    """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module."""
-    if not fuses(config, dot_general):
-        return _NormDense(config, dot_general, features, use_bias, name=name)
-    options = _fused_options(config, dot_general)
-    return fbq_jax.NormDense(features, use_bias=use_bias, **options, name=name)
+    @nn.nowrap
+    def norm_dense(self, features: int, name: str) -> nn.Module:
+        """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module."""
+        config = self.config
+        if not fuses(config, self.dot_general):
+            return _NormDense(config, self.dot_general, features, name=name)
+        options = {"use_bias": config.qkv_bias, **self._options(fused=True)}
+        return fbq_jax.NormDense(features, **options, name=name)
 
+    @nn.nowrap
+    def gated_mlp(self, name: str) -> nn.Module:
+        """Returns a norm and a gated MLP as one module: "norm", "gate_up" and "down".
 
-def gated_mlp(
-    config: LlamaConfig, dot_general: DotGeneral | None, *, name: str
-) -> nn.Module:
-    """Returns a norm and a gated MLP as one module: "norm", "gate_up" and "down".
+        A mixture of experts has its projections, and its router, in "experts".
+        """
+        config = self.config
+        if config.num_experts is not None:
+            return _Mixture(config, self.dot_general, name=name)
+        if not fuses(config, self.dot_general):
+            return _GatedMLP(config, self.dot_general, name=name)
+        size, options = config.intermediate_size, self._options(fused=True)
+        return fbq_jax.GatedMLP(size, **options, name=name)
 
-    A mixture of experts has its projections, and its router, in "experts".
-    """
-    if config.num_experts is not None:
-        return _Mixture(config, dot_general, name=name)
-    if not fuses(config, dot_general):
-        return _GatedMLP(config, dot_general, name=name)
-    options = _fused_options(config, dot_general)
-    return fbq_jax.GatedMLP(config.intermediate_size, **options, name=name)
-
-
-def dense(
-    config: LlamaConfig, dot_general: DotGeneral | None = None
-) -> Callable[..., nn.Dense]:
-    """Returns a constructor of projections that takes ``features`` and ``name``."""
-    return functools.partial(
-        nn.Dense,
-        use_bias=False,
-        dtype=config.dtype,
-        kernel_init=INITIALIZER,
-        dot_general=dot_general,
-    )
-
-
-def norm(config: LlamaConfig, name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
-    epsilon, bits = config.norm_eps, config.saved_bits
-    module: nn.Module
-    if config.unit_offset_norms:
-        module = _UnitOffsetNorm(epsilon, bits, name=name)
-    elif bits is None:
-        module = nn.RMSNorm(epsilon=epsilon, name=name)
-    else:
-        module = fbq_jax.RMSNorm(epsilon=epsilon, bits=bits, name=name)
-    return lambda x: module(x.astype(jnp.float32)).astype(config.dtype)
+    @nn.nowrap
+    def _options(self, *, fused: bool = False) -> dict[str, Any]:
+        config = self.config
+        options = {"dtype": config.dtype, "kernel_init": INITIALIZER}
+        if fused:
+            options |= {"epsilon": config.norm_eps, "bits": config.saved_bits}
+        return options | {"dot_general": self.dot_general}
 
 
 class _UnitOffsetNorm(nn.Module):
@@ -140,23 +119,16 @@ class _UnitOffsetNorm(nn.Module):
         return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
-class _Part(nn.Module):
-    config: LlamaConfig
-    dot_general: DotGeneral | None
-
-
-class _NormDense(_Part):
-    features: int
-    use_bias: bool
+class _NormDense(Part):
+    features: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        project = dense(self.config, self.dot_general)
-        x = norm(self.config, "norm")(x)
-        return project(self.features, use_bias=self.use_bias, name="dense")(x)
+        dense = self.dense(self.features, "dense", use_bias=self.config.qkv_bias)
+        return dense(self.norm("norm")(x))
 
 
-class _GateUp(_Part):
+class _GateUp(Part):
     """Gate and up as one product with a kernel [K, 2, F]."""
 
     @nn.compact
@@ -170,38 +142,33 @@ class _GateUp(_Part):
         return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-class _GatedMLP(_Part):
+class _GatedMLP(Part):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        config = self.config
-        project = dense(config, self.dot_general)
-        x = norm(config, "norm")(x)
-        gate_up = _GateUp(config, self.dot_general, name="gate_up")(x)
-        x = _gate(config, *jnp.split(gate_up, 2, axis=-1))
-        return project(config.hidden_size, name="down")(x)
+        config, bits = self.config, self.config.saved_bits
+        x = self.norm("norm")(x)
+        x = _GateUp(config, self.dot_general, name="gate_up")(x)
+        gate, up = jnp.split(x, 2, axis=-1)
+        silu = config.activation == "silu"
+        if bits is None:
+            x = (nn.silu if silu else nn.gelu)(gate) * up
+        else:
+            gate_of = nonlinear.silu_gate if silu else nonlinear.gelu_gate
+            x = gate_of(gate, up, bits=bits)
+        return self.dense(config.hidden_size, "down")(x)
 
 
-class _Mixture(_Part):
+class _Mixture(Part):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config, routing = self.config, self.config.routing()
         assert routing is not None
-        x = norm(config, "norm")(x)
         experts = fbq_jax.MoEMLP(
-            routing,
-            config.intermediate_size,
+            *(routing, config.intermediate_size),
             bits=config.saved_bits,
             router_init=INITIALIZER,
             kernel_init=INITIALIZER,
             dot_general=self.dot_general,
             name="experts",
         )
-        return experts(x)
-
-
-def _gate(config: LlamaConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    silu = config.activation == "silu"
-    if config.saved_bits is None:
-        return (nn.silu if silu else nn.gelu)(gate) * up
-    gate_of = nonlinear.silu_gate if silu else nonlinear.gelu_gate
-    return gate_of(gate, up, bits=config.saved_bits)
+        return experts(self.norm("norm")(x))

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from examples.llama import fields
+from examples.llama.errors import UserError
 from examples.llama.fields import FromOne, Positive, Size
 
 
@@ -17,7 +18,6 @@ from examples.llama.fields import FromOne, Positive, Size
 class LinearScaling:
     """All rotations are slowed down by ``factor`` (arXiv 2306.15595)."""
 
-    attention_factor: ClassVar[float] = 1.0
     factor: FromOne
 
     def __post_init__(self) -> None:
@@ -32,12 +32,11 @@ class LinearScaling:
 class Llama3Scaling:
     """The scaling of Llama 3.1.
 
-    Rotations that complete more than ``high_freq_factor`` turns in the original context
-    keep their frequency, those with fewer than ``low_freq_factor`` are slowed down by
-    ``factor``. In between, the scale is interpolated in the number of turns.
+    Rotations of more than ``high_freq_factor`` turns in the original context keep their
+    frequency, those of fewer than ``low_freq_factor`` are slowed down by ``factor``. In
+    between, the scale is interpolated in the number of turns.
     """
 
-    attention_factor: ClassVar[float] = 1.0
     factor: FromOne
     low_freq_factor: Positive
     high_freq_factor: Positive
@@ -46,10 +45,10 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         fields.check(self)
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                "high_freq_factor takes a number above low_freq_factor "
-                f"({self.low_freq_factor}), got {self.high_freq_factor}"
+            got = (
+                f"low_freq_factor ({self.low_freq_factor}), got {self.high_freq_factor}"
             )
+            raise UserError(f"high_freq_factor takes a number above {got}")
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
         """Returns the scaled rotation frequencies, in radians per token."""
@@ -63,11 +62,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071).
 
-    Rotations that complete more than ``beta_fast`` turns in the original context keep
-    their frequency, those with fewer than ``beta_slow`` are slowed down by ``factor``.
-    In between, the scale is interpolated in the channel, from whole channels if
-    ``truncate`` is true. ``attention_factor`` multiplies cosines and sines; None means
-    ``0.1 * log(factor) + 1``.
+    It is like `Llama3Scaling` with ``beta_fast`` and ``beta_slow`` turns, interpolated
+    in the channel, from whole channels if ``truncate`` is true. ``attention_factor``
+    multiplies cosines and sines; None means ``0.1 * log(factor) + 1``.
     """
 
     factor: FromOne
@@ -83,9 +80,9 @@ class YarnScaling:
             factor = 0.1 * math.log(self.factor) + 1
             object.__setattr__(self, "attention_factor", factor)
         if self.beta_fast < self.beta_slow:
-            raise ValueError(
-                f"beta_fast takes a number of at least beta_slow ({self.beta_slow}), "
-                f"got {self.beta_fast}"
+            slow, fast = self.beta_slow, self.beta_fast
+            raise UserError(
+                f"beta_fast takes a number of at least beta_slow ({slow}), got {fast}"
             )
 
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
@@ -114,14 +111,15 @@ class Rope(NamedTuple):
     scaling: RopeScaling | None
 
 
+Tables = tuple[jax.Array, jax.Array]  # cosines and sines
+
+
 def rotary_tables(
     ropes: Sequence[Rope | None], head_dim: int, seq_len: int, start: jax.Array | int
-) -> tuple[jax.Array, jax.Array]:
+) -> Tables:
     """Computes the cosines and sines of the rotary angles from position ``start`` on.
 
-    Returns:
-        Two float32 arrays of shape [ropes, seq_len, 1, head_dim / 2]. The angles of
-        None are 0.
+    Both are float32 [ropes, seq_len, 1, head_dim / 2]. The angles of None are 0.
     """
     frequencies, factors = [], []
     for rope in ropes:
@@ -130,25 +128,20 @@ def rotary_tables(
             frequency = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
             if rope.scaling is not None:
                 frequency = rope.scaling.scale(frequency)
-                factor = rope.scaling.attention_factor
+                factor = getattr(rope.scaling, "attention_factor", 1.0)
         frequencies.append(frequency)
         factors.append(factor)
-    positions = jnp.arange(seq_len, dtype=jnp.float32)
-    positions += jnp.asarray(start, jnp.float32)
+    positions = jnp.arange(seq_len, dtype=jnp.float32) + jnp.float32(start)
     turned = jnp.asarray(np.array(frequencies), jnp.float32)
     angles = (positions[None, :, None] * turned[:, None])[:, :, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if all(factor == 1 for factor in factors):
-        return cos, sin
     scales = jnp.asarray(factors, jnp.float32)[:, None, None, None]
-    return cos * scales, sin * scales
+    return jnp.cos(angles) * scales, jnp.sin(angles) * scales
 
 
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates each head, [B, S, heads, head_dim], by its position.
+def rotate(x: jax.Array, tables: Tables) -> jax.Array:
+    """Rotates each head, [B, S, heads, head_dim], by its position, in float32.
 
-    Channel i is paired with channel i + head_dim / 2. The computation is in float32;
-    ``tables`` are those of one kind of layer.
+    Channel i is paired with channel i + head_dim / 2.
     """
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

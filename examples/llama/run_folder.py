@@ -11,22 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from examples.llama import atomic
-from examples.llama.config import Config, ConfigError
+from examples.llama.config import Config
 from examples.llama.data import Corpus
+from examples.llama.errors import UserError, writing
 from examples.llama.hf.files import read_json
 
 # Entries of config.json beside the options: the fingerprint of the data, and the order
-# of the QKV columns in a checkpoint, which differs in older checkpoints.
+# of the QKV columns, which differs in older checkpoints.
 FACTS = {"corpus", "columns"}
 COLUMNS = "in turns"
 
-# Options that a resumed run may change: the numbers of its steps do not depend on them.
-# The path may be another one of the same data.
+# Options that a resumed run may change; the path may be another one of the same data.
 CHANGEABLE = {"data", "log_every", "eval_every", "save_every"}
-
-
-class RunError(RuntimeError):
-    """A run cannot start in its folder or cannot continue."""
 
 
 def checkpoints(out: Path) -> Path:
@@ -40,28 +36,19 @@ def has_run(out: Path) -> bool:
 
 
 def check_folder(out: Path, config: Config, resume: bool) -> None:
-    """Checks that a run can be in `out`, before its data is read.
-
-    Raises RunError if a new run's folder is in use or lies inside the data, or if there
-    is no run to resume.
-    """
+    """Raises UserError if a run cannot be in `out`, before its data is read."""
     if resume:
         read_options(out)
     elif has_run(out):
-        raise RunError(
-            f"{out} already holds a run, or a model with its config.json: continue a "
-            "run with --resume, or choose another folder with --out"
+        raise UserError(
+            f"{out} already holds a run or a model: --resume it, or set another --out"
         )
     elif (out / "metrics.jsonl").exists() or any(checkpoints(out).glob("*")):
-        raise RunError(
-            f"{out} holds metrics or checkpoints of a run without its config.json: put "
-            "it back, or choose another folder with --out"
+        raise UserError(
+            f"{out} holds metrics or checkpoints of a run without its config.json"
         )
     if config.data and out.resolve().is_relative_to(Path(config.data).resolve()):
-        raise RunError(
-            f"{out} is inside the data, {config.data}, which the files of the run "
-            "would change; choose another folder with --out"
-        )
+        raise UserError(f"{out} is inside the data, {config.data}: set another --out")
 
 
 @contextmanager
@@ -72,21 +59,28 @@ def enter_folder(
 
     It writes the config.json of a new run, or checks a resumed run against its own. Of
     the processes of one run, only the first enters.
-
-    Raises:
-        ConfigError: The resumed run has other data, or options that it must not change.
-        RunError: The folder cannot be created, or another process is in it.
     """
-    with _named_errors(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / ".lock").open("ab")
     with lock:
-        with _named_errors(out):
+        with writing(out):
             _lock(lock.fileno(), out)
         check_folder(out, config, resume)  # again: another run may have come and gone
-        if resume:
-            _check_same_run(out, config, corpus)
-        else:
+        options = _options(config, corpus)
+        stored = read_options(out) if resume else options
+        if options["corpus"] != stored["corpus"]:
+            now = f"data = {config.data} has {options['corpus']}"
+            before = f"data = {stored['data']} had {stored['corpus']}"
+            other = "be resumed with other data than before"
+            raise UserError(f"{out} cannot {other}: {now}, and {before}")
+        for name, value in stored.items():
+            if name not in CHANGEABLE and options[name] != value:
+                other = f"{name} = {options[name]}"
+                raise UserError(
+                    f"{out} has {name} = {value}, so it cannot be resumed with {other}"
+                )
+        if not resume:
             write_options(out, config, corpus)
         yield
 
@@ -96,47 +90,19 @@ def _lock(file: int, out: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise RunError(
-            f"another process is training in {out}: wait for its end, stop it, or "
-            "choose another folder with --out"
+        raise UserError(
+            f"another process is training in {out}: stop it, or set another --out"
         ) from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
-        print(
-            f"warning: the file system of {out} has no locks ({error.strerror}): do "
-            "not start another run in this folder",
-            file=sys.stderr,
-        )
-
-
-@contextmanager
-def _named_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{out} cannot be a run's folder: {error.strerror}") from error
+        what = f"the file system of {out} has no locks ({error.strerror})"
+        print(f"warning: {what}: start no other run in it", file=sys.stderr)
 
 
 def _options(config: Config, corpus: Corpus) -> dict[str, Any]:
     facts = {"corpus": corpus.fingerprint(), "columns": COLUMNS}
     return dataclasses.asdict(config) | facts
-
-
-def _check_same_run(out: Path, config: Config, corpus: Corpus) -> None:
-    options, stored = _options(config, corpus), read_options(out)
-    if options["corpus"] != stored["corpus"]:
-        raise ConfigError(
-            f"the run in {out} cannot be resumed with other data than before: "
-            f"data = {config.data} has {options['corpus']}, and data = "
-            f"{stored['data']} had {stored['corpus']}"
-        )
-    for name, value in stored.items():
-        if name not in CHANGEABLE and options[name] != value:
-            raise ConfigError(
-                f"the run in {out} has {name} = {value}, so it cannot be resumed with "
-                f"{name} = {options[name]}"
-            )
 
 
 def write_options(out: Path, config: Config, corpus: Corpus) -> None:
@@ -145,7 +111,7 @@ def write_options(out: Path, config: Config, corpus: Corpus) -> None:
     A resumed run, whose options may have changed, writes them when it has looked for
     its checkpoints, which were written with the former options.
     """
-    with _named_errors(out):
+    with writing(out):
         if config.save_every:  # before the run exists: no run lacks the folder
             checkpoints(out).mkdir(exist_ok=True)
         text = json.dumps(_options(config, corpus), indent=2)
@@ -153,27 +119,24 @@ def write_options(out: Path, config: Config, corpus: Corpus) -> None:
 
 
 def read_config(out: Path) -> Config:
-    """Reads the options of the run in `out`, as `read_options`, and checks them."""
+    """Reads and checks the options of the run in `out`."""
     options = read_options(out)
     try:
         return Config(**{name: options[name] for name in options.keys() - FACTS})
-    except ConfigError as error:
-        raise ConfigError(f"{out / 'config.json'}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{out / 'config.json'}: {error}") from error
 
 
 def read_options(out: Path) -> dict[str, Any]:
-    """Reads the options of the run in `out` and the fingerprint of its corpus.
-
-    Raises RunError if there is no run or if another version of this example wrote it.
-    """
+    """Reads the options of the run in `out` and the fingerprint of its corpus."""
     file = out / "config.json"
     if not file.exists():
-        raise RunError(f"{out} holds no run to resume: {file} does not exist")
+        raise UserError(f"{out} holds no run to resume: {file} does not exist")
     options = read_json(file)
     known = {option.name for option in dataclasses.fields(Config)} | FACTS
     if options.keys() != known:
-        raise RunError(
-            f"another version of this example wrote {file}; the versions differ in "
-            f"{', '.join(sorted(options.keys() ^ known))}"
+        names = ", ".join(sorted(options.keys() ^ known))
+        raise UserError(
+            f"another version of this example wrote {file}; they differ in {names}"
         )
     return options

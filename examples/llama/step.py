@@ -3,18 +3,16 @@
 Quantized layers keep their thresholds in the collection "fallback". A step treats it
 like batch statistics: `apply` receives it as mutable and returns the updated one.
 Delayed FP8 keeps its scales in Flax's overwrite-with-gradient collection, whose
-gradient is the new state, because only the backward pass knows the largest gradient of
-a layer's output.
+gradient is the new state.
 
-Experts add two losses to the cross-entropy, means over the layers: one that balances
-their load, with the weight of the model's configuration, and the router's z-loss
-(ST-MoE, arXiv 2202.08906), with `Z_LOSS`.
+Experts add two losses to the cross-entropy: one that balances their load, with the
+weight of the model's configuration, and the router's z-loss (ST-MoE), with `Z_LOSS`.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.struct
 import flax.traverse_util
@@ -30,11 +28,10 @@ from examples.llama.model_config import LlamaConfig
 from fbq_jax import FallbackDot, fallback_stats, quantize_weights_once
 
 EVAL_BATCHES = 8
-
-# The weight of the z-loss of ST-MoE and of OLMoE (arXiv 2409.02060).
-Z_LOSS = 0.001
-
+Z_LOSS = 0.001  # the weight of the z-loss of ST-MoE and of OLMoE (arXiv 2409.02060)
 PyTree = Any
+Metrics = dict[str, Any]
+Optimizer: TypeAlias = optax.GradientTransformation
 
 
 @flax.struct.dataclass
@@ -49,29 +46,22 @@ class TrainState:
 
     def variables(self) -> dict[str, PyTree]:
         """Returns the variables of the model."""
-        return {
-            "params": self.params,
-            "fallback": self.fallback,
-            OVERWRITE_WITH_GRADIENT: self.overwritten,
-        }
+        state = {"fallback": self.fallback, OVERWRITE_WITH_GRADIENT: self.overwritten}
+        return {"params": self.params, **state}
 
     def stats(self) -> dict[str, Any]:
         """Returns rate, theta and count of each quantized layer, on the host."""
         return jax.device_get(fallback_stats({"fallback": self.fallback}))
 
 
-def make_optimizer(
-    config: Config,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make_optimizer(config: Config) -> tuple[Optimizer, optax.Schedule]:
     """Returns AdamW with clipping, and its schedule: linear warmup, cosine decay."""
     return _optimizer(config.steps, config.lr, config.clip)
 
 
 # Cached, so that runs with the same optimizer or model share one compiled program.
 @functools.lru_cache(maxsize=4)
-def _optimizer(
-    steps: int, lr: float, clip: float
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def _optimizer(steps: int, lr: float, clip: float) -> tuple[Optimizer, optax.Schedule]:
     warmup = steps // 10
     schedule = optax.warmup_cosine_decay_schedule(
         lr / (warmup + 1), lr, warmup, decay_steps=steps, end_value=lr / 10
@@ -90,15 +80,9 @@ def _optimizer(
 
 
 def init_state(
-    model: Llama,
-    optimizer: optax.GradientTransformation,
-    weights: PyTree | None,
-    seed: int,
+    model: Llama, optimizer: Optimizer, weights: PyTree | None, seed: int
 ) -> TrainState:
-    """Returns the state before the first step, on the devices in use.
-
-    It starts from ``weights``, or from new ones if they are None.
-    """
+    """Returns the state before the first step, with new weights if they are None."""
     init, key = make_initializer(model, optimizer), jax.random.key(seed)
     # Explicit shardings, as a restored state has, so that both use the same program.
     shardings = mesh.shardings(jax.eval_shape(init, key, weights))
@@ -108,9 +92,7 @@ def init_state(
 
 
 @functools.lru_cache(maxsize=4)
-def make_initializer(
-    model: Llama, optimizer: optax.GradientTransformation
-) -> Callable[[jax.Array, PyTree | None], TrainState]:
+def make_initializer(model: Llama, optimizer: Optimizer) -> Callable[..., TrainState]:
     """Returns a function from a key, and weights or None, to `init_state`'s result."""
 
     def init(key: jax.Array, weights: PyTree | None) -> TrainState:
@@ -120,9 +102,9 @@ def make_initializer(
         length = min(128, model.config.max_seq_len) if shards > 1 else 1
         variables = model.init(key, jnp.zeros((shards, length), jnp.int32))
         # Copied, because a step donates the memory of its state.
-        params = (
-            variables["params"] if weights is None else jax.tree.map(jnp.copy, weights)
-        )
+        params = variables["params"]
+        if weights is not None:
+            params = jax.tree.map(jnp.copy, weights)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -146,19 +128,16 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=4)
 def make_train_step(
-    model: Llama, optimizer: optax.GradientTransformation, schedule: optax.Schedule
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, Any]]]:
+    model: Llama, optimizer: Optimizer, schedule: optax.Schedule
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """Returns the jitted training step, ``(state, tokens) -> (state, metrics)``.
 
-    ``tokens`` is int32 [N, B/N, S+1]. The step averages the gradients of the N
-    microbatches; each microbatch also updates the state of the layers for the next one.
-    The old state is donated.
+    ``tokens`` is int32 [N, B/N, S+1]. The step averages the gradients of microbatches,
+    each of which also updates the state of the layers. The old state is donated.
     """
 
     @partial(jax.jit, donate_argnums=0)
-    def train_step(
-        state: TrainState, tokens: jax.Array
-    ) -> tuple[TrainState, dict[str, Any]]:
+    def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, Metrics]:
         carry, measured = _accumulate(model, state, tokens)
         fallback, overwritten, total = carry
         grads = optax.tree.scale(1 / tokens.shape[0], total)
@@ -194,26 +173,19 @@ def make_train_step(
 _Carry = tuple[PyTree, PyTree, PyTree]
 
 
-def _accumulate(
-    model: Llama, state: TrainState, tokens: jax.Array
-) -> tuple[_Carry, dict[str, Any]]:
-    """Scans over microbatches [N, B/N, S+1].
-
-    Returns the new `fallback` and `overwritten`, the sum of the gradients, and what
-    `_loss` measured of each microbatch.
-    """
+def _accumulate(model: Llama, state: TrainState, tokens: Any) -> tuple[_Carry, Any]:
+    """Scans over microbatches [N, B/N, S+1]; also returns what `_loss` measured."""
     value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
     codes: dict[str, PyTree] = {}
     if tokens.shape[0] > 1 and isinstance(model.dot_general, FallbackDot):
         codes = quantize_weights_once(model, state.variables(), tokens[0][:, :-1])
 
-    def microbatch(carry: _Carry, tokens: jax.Array) -> tuple[_Carry, dict[str, Any]]:
+    def microbatch(carry: _Carry, tokens: jax.Array) -> tuple[_Carry, Metrics]:
         fallback, overwritten, total = carry
         differentiated = {"params": state.params, OVERWRITE_WITH_GRADIENT: overwritten}
-        variables = {"fallback": fallback, **codes}
-        (_, (fallback, measured)), grads = value_and_grad(
-            differentiated, variables, tokens
-        )
+        others = {"fallback": fallback, **codes}
+        (_, aux), grads = value_and_grad(differentiated, others, tokens)
+        fallback, measured = aux
         # Reduce-scattered here, so that no device holds the complete gradient.
         total = mesh.constrain(optax.tree.add(total, grads["params"]))
         return (fallback, grads[OVERWRITE_WITH_GRADIENT], total), measured
@@ -224,33 +196,26 @@ def _accumulate(
 
 
 def _loss(
-    model: Llama,
-    differentiated: dict[str, PyTree],
-    variables: dict[str, PyTree],
-    tokens: jax.Array,
-) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
+    model: Llama, differentiated: PyTree, others: PyTree, tokens: jax.Array
+) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
     """The loss to differentiate; the new `fallback`, and what is measured."""
     mutable = ["fallback"]
     if model.config.num_experts is not None:
         mutable += ["expert_stats", "losses", "intermediates"]
-    logits, updates = model.apply(
-        {**differentiated, **variables}, tokens[:, :-1], mutable=mutable
-    )
+    variables = {**differentiated, **others}
+    logits, updates = model.apply(variables, tokens[:, :-1], mutable=mutable)
     loss = cross_entropy(logits, tokens[:, 1:])
     added, measured = _expert_metrics(model.config, updates)
     measured["loss"] = loss
     return loss + added, (updates.get("fallback", {}), measured)
 
 
-def _expert_metrics(
-    config: LlamaConfig, updates: PyTree
-) -> tuple[jax.Array | float, dict[str, Any]]:
+def _expert_metrics(config: LlamaConfig, updates: PyTree) -> tuple[Any, Metrics]:
     """What experts add to the loss, and their metrics; without experts, 0 and no rates.
 
     The losses are unweighted means over the layers; "load_balance" is 1 if the load and
-    the probabilities of all experts are equal. "expert_load" counts the tokens that
-    selected each expert, int32 [layers, experts], and "expert_rates" has the fallback
-    rates by projection, float32 [layers, experts].
+    the probabilities of all experts are equal. "expert_load" counts the tokens of each
+    expert and "expert_rates" has fallback rates by projection, both [layers, experts].
     """
     if config.num_experts is None:
         return 0.0, {"expert_rates": {}}
@@ -275,21 +240,15 @@ def _leaves(tree: PyTree, name: str) -> dict[str, jax.Array]:
     }
 
 
-def make_eval(model: Llama, data: Sequence[Any]) -> Callable[[TrainState], float]:
-    """Returns a function from a state to its mean loss on a fixed set of batches."""
-
-    def evaluate(state: TrainState) -> float:
-        tokens = (mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES))
-        losses = [_val_loss(model, state.variables(), batch) for batch in tokens]
-        return float(jnp.stack(losses).mean())
-
-    return evaluate
+def evaluate(model: Llama, state: TrainState, data: Sequence[Any]) -> float:
+    """Returns the mean loss of a state on a fixed set of batches."""
+    tokens = (mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES))
+    losses = [_val_loss(model, state.variables(), batch) for batch in tokens]
+    return float(jnp.stack(losses).mean())
 
 
 @partial(jax.jit, static_argnums=0)
-def _val_loss(
-    model: Llama, variables: dict[str, PyTree], tokens: jax.Array
-) -> jax.Array:
+def _val_loss(model: Llama, variables: PyTree, tokens: jax.Array) -> jax.Array:
     # Nothing is mutable, so the thresholds do not change.
     logits: Any = model.apply(variables, tokens[:, :-1])
     return cross_entropy(logits, tokens[:, 1:])

@@ -8,23 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from examples.llama.config import Config, ConfigError
-from examples.llama.data import SEPARATOR, is_token_ids, tokenizer_folder
+from examples.llama.config import Config
+from examples.llama.data import SEPARATOR, token_ids_folder
+from examples.llama.errors import UserError
+from examples.llama.hf import files
 from examples.llama.hf.config_json import to_json
-from examples.llama.hf.files import (
-    TOKENIZER,
-    CheckpointError,
-    load_tokenizer,
-    read_json,
-)
+from examples.llama.hf.files import TOKENIZER, load_tokenizer, read_json
 from examples.llama.model_config import LlamaConfig
-from examples.llama.run_folder import RunError
-
-
-class ChatError(ValueError):
-    """A prompt cannot be put into the form of a chat."""
 
 
 def to_bytes(text: str) -> bytes:
@@ -33,21 +28,18 @@ def to_bytes(text: str) -> bytes:
 
 
 class Bytes:
-    """Turns text into bytes and back, the tokens of models that were trained on them.
+    """Turns text into bytes, which are the tokens of some models, and back."""
 
-    `stops` are the tokens that end a text.
-    """
-
-    stops = frozenset(SEPARATOR)
+    stops = frozenset(SEPARATOR)  # the tokens that end a text
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of a text."""
         return list(to_bytes(text))
 
     def encode_chat(self, text: str) -> list[int]:
-        """Raises ChatError."""
+        """Raises UserError."""
         del text
-        raise ChatError("--chat takes a model with a chat template, not one of bytes")
+        raise UserError("--chat takes a model with a chat template, not one of bytes")
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text; bytes that are no UTF-8 become U+FFFD."""
@@ -55,15 +47,12 @@ class Bytes:
 
 
 class TokenizerOf:
-    """Turns text into tokens and back with the tokenizer of a checkpoint's folder.
-
-    `stops` are the tokens that end a text. Without a tokenizer, raises RunError.
-    """
+    """Turns text into tokens and back with the tokenizer of a checkpoint's folder."""
 
     def __init__(self, folder: Path):
-        tokenizer = load_tokenizer(folder)
-        if tokenizer is None:
-            raise RunError(f"{folder} has no {TOKENIZER}, which turns text into tokens")
+        if (tokenizer := load_tokenizer(folder)) is None:
+            what = f"{TOKENIZER}, which turns text into tokens"
+            raise UserError(f"{folder} has no {what}")
         self._folder, self._tokenizer = folder, tokenizer
         # The texts of special tokens by their role, such as "bos_token".
         self._special: dict[str, str] = {}
@@ -71,7 +60,7 @@ class TokenizerOf:
             content = token.get("content") if isinstance(token, dict) else token
             if role.endswith("_token") and isinstance(content, str):
                 self._special[role] = content
-        self.stops = self._find_stops()
+        self.stops = self._find_stops()  # the tokens that end a text
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with those that begin a document."""
@@ -84,10 +73,7 @@ class TokenizerOf:
         return ids
 
     def encode_chat(self, text: str) -> list[int]:
-        """Returns the tokens of a user's message, up to where the answer begins.
-
-        Raises ChatError if there is no chat template that can be filled in.
-        """
+        """Returns the tokens of a user's message, up to where the answer begins."""
         _check_characters(text)
         messages = [{"role": "user", "content": text}]
         prompt = _render(self._template(), messages=messages, **self._special)
@@ -103,16 +89,12 @@ class TokenizerOf:
 
     def _find_stops(self) -> frozenset[int]:
         for name in ("generation_config.json", "config.json"):
-            ids = self._read(name).get("eos_token_id")
-            ids = [ids] if isinstance(ids, int) else ids
-            if ids is None:
-                continue
-            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-                raise CheckpointError(
-                    f"{self._folder / name}: eos_token_id takes a token or a list of "
-                    f"them, got {json.dumps(ids)}"
-                )
-            return frozenset(ids)
+            if (ids := self._read(name).get("eos_token_id")) is not None:
+                listed = ids if isinstance(ids, list) else [ids]
+                if all(type(i) is int for i in listed):
+                    return frozenset(listed)
+                got = f"a token or a list of them, got {json.dumps(ids)}"
+                raise files.CheckpointError(f"{name}: eos_token_id takes {got}")
         end = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         return frozenset() if end is None else frozenset({end})
 
@@ -126,10 +108,7 @@ class TokenizerOf:
             named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default")
         if not isinstance(template, str):
-            raise ChatError(
-                f"{self._folder} has no chat template: leave --chat out, or add "
-                "chat_template.jinja"
-            )
+            raise UserError(f"{self._folder} has no chat template: leave --chat out")
         return template
 
 
@@ -138,32 +117,25 @@ Codec = Bytes | TokenizerOf
 
 def codec_of_run(config: Config) -> Codec:
     """Returns what turns text into the tokens of a run's data."""
-    if config.from_hf is not None:
-        return TokenizerOf(Path(config.from_hf))
-    if config.data is None or not is_token_ids(data := Path(config.data)):
-        return Bytes()
-    return TokenizerOf(tokenizer_folder(data))
+    folder = _tokenizer_of(config)
+    return Bytes() if folder is None else TokenizerOf(folder)
+
+
+def _tokenizer_of(config: Config) -> Path | None:
+    """The folder with the tokenizer of a run's data; None if its tokens are bytes."""
+    return Path(config.from_hf) if config.from_hf else token_ids_folder(config.data)
 
 
 def _check_characters(text: str) -> None:
     try:
         to_bytes(text).decode()
     except UnicodeError as error:
-        raise ConfigError(
-            f"the prompt is not UTF-8 ({error}), as the tokenizer requires"
-        ) from error
+        why = f"({error}), as the tokenizer requires"
+        raise UserError(f"the prompt is not UTF-8 {why}") from error
 
 
 def _render(template: str, **values: Any) -> str:
     """Fills in a chat template as transformers does."""
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ModuleNotFoundError as error:
-        raise ChatError(
-            "--chat takes the package jinja2: pip install 'fbq-jax[examples]'"
-        ) from error
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -176,7 +148,7 @@ def _render(template: str, **values: Any) -> str:
         filled = environment.from_string(template)
         return filled.render(add_generation_prompt=True, **values)
     except Exception as error:  # templates are programs
-        raise ChatError(f"the chat template cannot be filled in: {error}") from error
+        raise UserError(f"the chat template cannot be filled in: {error}") from error
 
 
 @contextmanager
@@ -186,27 +158,20 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     It is the checkpoint that the run tunes; or a temporary folder with the tokenizer of
     its data, which for text is that of bytes; or None if the data has none.
     """
-    if config.from_hf is not None:
-        yield Path(config.from_hf)
+    folder = _tokenizer_of(config)
+    tokenizer = byte_tokenizer() if folder is None else load_tokenizer(folder)
+    if config.from_hf is not None or tokenizer is None:
+        yield None if config.from_hf is None else folder
         return
-    tokenizer: Tokenizer | None = byte_tokenizer()
-    ids: dict[str, Any] = {"eos_token_id": SEPARATOR[0]}
-    if config.data is not None and is_token_ids(data := Path(config.data)):
-        tokenizer, ids = load_tokenizer(tokenizer_folder(data)), {}
-    if tokenizer is None:
-        yield None
-        return
-    contents = {
-        "config.json": to_json(model) | ids,
-        "generation_config.json": ids,
-        # What loads tokenizer.json in transformers.
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
-    }
-    with tempfile.TemporaryDirectory() as folder:
+    ids = {"eos_token_id": SEPARATOR[0]} if folder is None else {}
+    loader = {"tokenizer_class": "PreTrainedTokenizerFast"}  # in transformers
+    contents = {"config.json": to_json(model) | ids, "generation_config.json": ids}
+    contents["tokenizer_config.json"] = loader
+    with tempfile.TemporaryDirectory() as temporary:
         for name, content in contents.items():
-            (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n")
-        tokenizer.save(str(Path(folder) / TOKENIZER))
-        yield Path(folder)
+            (Path(temporary) / name).write_text(json.dumps(content, indent=2) + "\n")
+        tokenizer.save(str(Path(temporary) / TOKENIZER))
+        yield Path(temporary)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -215,8 +180,7 @@ def byte_tokenizer() -> Tokenizer:
     >>> byte_tokenizer().encode("né").ids, list("né".encode())
     ([110, 195, 169], [110, 195, 169])
     """
-    # Printable characters of Latin-1 show themselves; the other bytes have those from
-    # U+0100, in order.
+    # Printable characters of Latin-1 show themselves, other bytes those from U+0100.
     shown = set(map(ord, pre_tokenizers.ByteLevel.alphabet()))
     others = iter(sorted(code for code in shown if code > 255))
     codes = (byte if byte in shown else next(others) for byte in range(256))

@@ -17,22 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from examples.llama import checkpoint, hf, mesh, metrics, plot, run_folder
-from examples.llama.config import Config, ConfigError
-from examples.llama.data import DataError
-from examples.llama.fields import Range, kinds_of
-from examples.llama.run_folder import RunError, has_run
+from examples.llama import fields, mesh, metrics, plot, run_folder
+from examples.llama.config import Config
+from examples.llama.errors import UserError
+from examples.llama.run_folder import has_run
 from examples.llama.training import train
 from fbq_jax.export import FORMATS, ExportError
 
-ERRORS = (
-    *(ConfigError, DataError, RunError, ExportError, mesh.MeshError),
-    *(checkpoint.RestoreError, checkpoint.SaveError),
-    *(metrics.MetricsError, hf.CheckpointError),
-)
-
-
-# Sizes are multiples of 128, so that quantized matrices consist of complete blocks.
+# Sizes are multiples of 128: quantized matrices consist of complete blocks.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},  # the defaults of Config: minutes on two CPU cores
     # 150 million parameters: minutes on one GPU
@@ -48,33 +40,33 @@ MODEL_SIZES = ("hidden", "ffn", "layers", "heads", "kv_heads", "experts", "top_k
 class Command(NamedTuple):
     """What the command line asks for."""
 
-    # The folder of each run; with --compare, and its recipe.
-    runs: dict[Path, dict[str, str]]
+    runs: dict[Path, dict[str, str]]  # folders; with --compare, their recipes
     out: Path  # the folder of the run, or of the runs of a comparison
     resume: bool
     export: str | None  # the format to export the trained model in
     mesh: str  # the devices to train on, in the format of `mesh.make`
-    # The options of `Config` that the command line sets, and values of others. They
-    # are apart, because a resumed run takes the others from its own folder.
-    given: dict[str, Any]
-    defaults: dict[str, Any]
+    given: dict[str, Any]  # the options of `Config` that the command line sets
+    defaults: dict[str, Any]  # of others, which a resumed run takes from its folder
 
 
 def parse_command(argv: Sequence[str] | None = None) -> Command:
-    """Reads the command line; None means the arguments of the process.
-
-    Raises ConfigError if two flags contradict each other.
-    """
+    """Reads the command line; None means the arguments of the process."""
     asked = _parser().parse_args(argv)
-    options = kinds_of(Config)
-    given = {name: value for name, value in vars(asked).items() if name in options}
-    for name in MODEL_SIZES:
-        if "from_hf" in given and name in given:
+    given = fields.given(asked, Config)
+    for name in MODEL_SIZES if "from_hf" in given else ():
+        if name in given:
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} comes from the model of --from-hf")
-    compared = _recipes_to_compare(asked.compare, given)
-    if compared and asked.export is not None:
-        raise ConfigError("--export takes one run; leave --compare out")
+            raise UserError(f"--{flag} comes from the model of --from-hf")
+    compared = []
+    if asked.compare is not None:
+        compared = [name.strip() for name in asked.compare.split(",")]
+        if "recipe" in given:
+            raise UserError("--compare names the recipes; leave --recipe out")
+        if not 2 <= len(compared) == len(set(compared)):
+            got = repr(asked.compare)
+            raise UserError(f"--compare takes two or more different recipes, got {got}")
+        if asked.export is not None:
+            raise UserError("--export takes one run; leave --compare out")
     defaults: dict[str, Any] = {}
     if asked.preset is not None:
         given = PRESETS[asked.preset] | given
@@ -89,97 +81,52 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.llama.train",
-        description="Trains a Llama in INT8, FP8 or bf16 and plots its losses.",
-        parents=[mesh.PARSER],
-    )
+    text = "Trains a Llama in INT8, FP8 or bf16 and plots its losses."
+    prog = "python -m examples.llama.train"
+    parser = argparse.ArgumentParser(prog, description=text, parents=[mesh.PARSER])
+    fields.add_options(parser, Config)
     add = parser.add_argument
-    kinds = kinds_of(Config)
-    for option in dataclasses.fields(Config):
-        kind = kinds[option.name][0]
-        takes: dict[str, Any] = {"type": kind.of} if isinstance(kind, Range) else {}
-        if kind is bool:
-            takes = {"action": argparse.BooleanOptionalAction}
-        default = "" if option.default is None else f" (default: {option.default})"
-        flag, text = option.name.replace("_", "-"), option.metadata["help"] + default
-        add(f"--{flag}", default=argparse.SUPPRESS, help=text, **takes)
-    add(
-        "--preset",
-        choices=PRESETS,
-        help="set of defaults (default: tiny on a CPU, small on an accelerator)",
-    )
-    add(
-        "--compare",
-        metavar="RECIPES",
-        help="train with each of these recipes, such as bf16,block,fallback, on the "
-        "same data and seed",
-    )
-    add(
-        "--out",
-        type=Path,
-        help="folder of the run (default: runs/<recipe>, or runs/compare)",
-    )
+    text = "defaults (default: tiny on a CPU, small on an accelerator)"
+    add("--preset", choices=PRESETS, help=text)
+    text = "train with each of these recipes, such as bf16,block,fallback"
+    add("--compare", metavar="RECIPES", help=text)
+    text = "folder of the run (default: runs/<recipe>, or runs/compare)"
+    add("--out", type=Path, help=text)
     add("--resume", action="store_true", help="continue the run in --out, bit for bit")
-    add(
-        "--export",
-        choices=FORMATS,
-        help="also write the trained model's INT8 codes to a folder of this name in "
-        "--out, for a serving engine; with --resume, of a run that has ended",
-    )
+    text = "also write the trained INT8 codes to this folder in --out, for serving; "
+    text += "with --resume, of a run that has ended"
+    add("--export", choices=FORMATS, help=text)
     return parser
-
-
-def _recipes_to_compare(names: str | None, given: dict[str, Any]) -> tuple[str, ...]:
-    """The recipes that --compare lists; none without it."""
-    if names is None:
-        return ()
-    if "recipe" in given:
-        raise ConfigError("--compare names the recipes; leave --recipe out")
-    recipes = tuple(name.strip() for name in names.split(","))
-    if not 2 <= len(recipes) == len(set(recipes)):
-        raise ConfigError(
-            f"--compare takes two or more different recipes, got {names!r}"
-        )
-    return recipes
 
 
 def configure(command: Command, like: Path | None, **fixed: Any) -> Config:
     """Returns the options of a run; `fixed` ones override the command line.
 
-    The folder ``like`` of a run provides the options that are not given; None takes
-    them from the defaults.
+    Options that are not given are those of the run in ``like``, or the defaults.
     """
     defaults = run_folder.read_options(like) if like else command.defaults
     defaults = {name: defaults[name] for name in defaults.keys() - run_folder.FACTS}
     return Config(**{**defaults, **command.given, **fixed})
 
 
-def check_comparable(configs: dict[Path, Config]) -> None:
-    """Raises ConfigError if runs differ in more than their recipe."""
-    (first, reference), *others = configs.items()
-    for out, config in others:
-        for name, value in dataclasses.asdict(reference).items():
-            if name != "recipe" and getattr(config, name) != value:
-                raise ConfigError(
-                    f"{first} has {name} = {value} and {out} has "
-                    f"{getattr(config, name)}: they cannot be compared"
-                )
-
-
 def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
     """Returns the options of each run, and whether to resume it.
 
     A resumed comparison also starts the runs that it had not reached, with the options
-    of the runs that it had started.
+    of the others. Runs that differ in more than their recipe are an error.
     """
     existing = [out for out in command.runs if has_run(out)]
-    runs = {}
+    runs: dict[Path, tuple[Config, bool]] = {}
     for out, fixed in command.runs.items():
         resume = command.resume and (out in existing or not existing)
         like = (out if resume else existing[0]) if command.resume else None
-        runs[out] = configure(command, like, **fixed), resume
-    check_comparable({out: config for out, (config, _) in runs.items()})
+        config = configure(command, like, **fixed)
+        runs[out] = config, resume
+        first, (reference, _) = next(iter(runs.items()))
+        for name, value in dataclasses.asdict(reference).items():
+            if name != "recipe" and (other := getattr(config, name)) != value:
+                differ = f"{first} has {name} = {value} and {out} has {other}"
+                raise UserError(f"{differ}: they cannot be compared")
     for out, (config, resume) in runs.items():
         run_folder.check_folder(out, config, resume)
     return runs
@@ -199,8 +146,7 @@ def run(command: Command) -> None:
         plot.draw_comparison(list(runs), picture)
         metrics.write_comparison(list(runs), numbers)
         print(metrics.compare(list(runs)))
-        print(f"picture: {picture}")
-        print(f"numbers: {numbers}")
+        print(f"picture: {picture}\nnumbers: {numbers}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -222,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         typed = [sys.orig_argv[0], "-m", "examples.llama.train", *again]
         print(f"{how} with: {shlex.join(typed)}")
         return 130
-    except (*ERRORS, OSError) as error:  # OSError names its file
+    except (UserError, ExportError, OSError) as error:  # OSError names its file
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

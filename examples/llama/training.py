@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +13,24 @@ import optax
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot, run_folder
 from examples.llama.build import build
 from examples.llama.config import Config
-from examples.llama.data import Corpus, batches
+from examples.llama.data import batches
+from examples.llama.errors import UserError
 from examples.llama.model import Llama
 from examples.llama.progress import progress_bar, show, stop_requests
 from examples.llama.projections import why_not_fused
-from examples.llama.run_folder import RunError, checkpoints
+from examples.llama.run_folder import checkpoints
 from examples.llama.step import (
     TrainState,
+    evaluate,
     init_state,
-    make_eval,
     make_optimizer,
     make_train_step,
 )
 from examples.llama.text import tokenizer_source
-from fbq_jax import FallbackDot, Recipe, assert_live, freeze
+from fbq_jax import FallbackDot, assert_live, freeze
 
 
-class DivergedError(RunError):
+class DivergedError(UserError):
     """A loss or a gradient is no longer finite."""
 
 
@@ -43,14 +42,12 @@ def train(
     Args:
         config: The options of the run.
         out: The folder of the run: a new one, or the one to resume.
-        resume: Whether to continue the run in `out`. Its steps then equal the steps of
-            an uninterrupted run bit for bit. `config` may have another path of the same
-            data, and other intervals between logs, validations and checkpoints.
+        resume: Whether to continue the run in `out`, bit for bit. `config` may differ
+            in `run_folder.CHANGEABLE`.
         export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
             also written to the folder of this name in `out`. None writes none.
 
-    Raises one of `train.ERRORS`; nothing is written if the options, the data or an
-    export of the model are not possible.
+    Nothing is written if what is asked for is not possible.
     """
     run_folder.check_folder(out, config, resume)
     mesh.wait("checked")
@@ -60,16 +57,9 @@ def train(
         with tokenizer_source(config, model.config) as like:
             hf.check_exportable(export, model, like=like)
     sizes = {"seq": config.seq, "batch": config.batch}
-    optimizer, schedule = make_optimizer(config)
-    loop = _Loop(
-        config=config,
-        out=out,
-        model=model,
-        data=batches(corpus, "train", seed=config.seed, **sizes),
-        train_step=make_train_step(model, optimizer, schedule),
-        evaluate=make_eval(model, batches(corpus, "val", seed=0, **sizes)),
-    )
-    state = init_state(model, optimizer, weights, config.seed)
+    data = batches(corpus, "train", seed=config.seed, **sizes)
+    val_data = batches(corpus, "val", seed=0, **sizes)
+    state = init_state(model, make_optimizer(config)[0], weights, config.seed)
     first = mesh.is_first()  # enters the folder and prints for all processes
     with (
         run_folder.enter_folder(out, config, corpus, resume) if first else nullcontext()
@@ -77,11 +67,11 @@ def train(
         mesh.wait("entered")
         if resume:
             state = _latest_state(out, state)
-        if resume and first:
-            run_folder.write_options(out, config, corpus)
         if first:
-            _describe(config, model, optax.tree.size(state.params), corpus)
-        state, stopped = loop.run(state)
+            if resume:
+                run_folder.write_options(out, config, corpus)
+            _describe(config, model, optax.tree.size(state.params), len(corpus.train))
+        state, stopped = _take_steps(config, out, model, state, data, val_data)
         if config.from_hf is not None and config.save_every:
             params, tuned = mesh.collect(state.params), out / "hf"
             if first and not tuned.exists():
@@ -92,23 +82,16 @@ def train(
         raise KeyboardInterrupt
 
 
-def _describe(config: Config, model: Llama, parameters: int, corpus: Corpus) -> None:
-    devices, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
-    print(
-        f"{config.recipe}: {parameters:,} parameters on {devices} "
-        f"{backend}{'s' * (devices > 1)}, {len(corpus.train):,} training tokens"
-    )
-    if devices < found:
-        print(
-            f"note: {devices} of {found} devices in use; --mesh data={found} uses all"
-        )
+def _describe(config: Config, model: Llama, parameters: int, tokens: int) -> None:
+    used, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
+    where = f"{used} {backend}{'s' * (used > 1)}"
+    print(f"{config.recipe}: {parameters:,} parameters on {where}, {tokens:,} tokens")
+    if used < found:
+        print(f"note: {used} of {found} devices in use; --mesh data={found} uses all")
     if reason := why_not_fused(model.config, model.dot_general):
         print(f"note: {reason}")
     if config.from_hf is not None and (name := hf.quantization(config.from_hf)):
-        print(
-            f"note: the weights of {config.from_hf} are INT8 ({name}); training starts "
-            "from codes times scales, in floats"
-        )
+        print(f"note: {config.from_hf} is INT8 ({name}); training starts in floats")
 
 
 def _latest_state(out: Path, start: TrainState) -> TrainState:
@@ -120,8 +103,7 @@ def _latest_state(out: Path, start: TrainState) -> TrainState:
         for problem in found.skipped:
             print(f"skipped: {problem}")
         if found.skipped:
-            again = "the run writes the skipped checkpoints again"
-            print(f"continues from step {step}; {again}")
+            print(f"continues from step {step}, and writes the skipped ones again")
         elif not step:
             _check_nothing_is_missing(out)
             print("starts from step 0: the run has no checkpoint")
@@ -130,125 +112,91 @@ def _latest_state(out: Path, start: TrainState) -> TrainState:
 
 
 def _check_nothing_is_missing(out: Path) -> None:
-    """Raises RestoreError if a run without checkpoints must have written one."""
+    """Raises UserError if a run without checkpoints must have written one."""
     log, folder = out / "metrics.jsonl", checkpoints(out)
     config = run_folder.read_config(out)  # of the steps so far
     taken = max((record["step"] for record in metrics.read(log)), default=0)
     saved = taken > min(config.save_every, config.steps) or not folder.exists()
     if config.save_every and taken and saved:
-        raise checkpoint.RestoreError(
-            f"{folder} {'is empty' if folder.exists() else 'does not exist'}, but the "
-            f"run has taken {taken} steps ({log}): mount the file system that holds "
-            "its checkpoints. If they are lost, start again with another --out."
+        problem = "is empty" if folder.exists() else "does not exist"
+        raise UserError(
+            f"{folder} {problem}, but the run has taken {taken} steps ({log}): mount "
+            "the file system that holds its checkpoints, or set another --out"
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Loop:
-    """The loop over the steps of a run."""
+def _take_steps(
+    config: Config, out: Path, model: Llama, state: TrainState, data: Any, val_data: Any
+) -> tuple[TrainState, bool]:
+    """Takes the remaining steps on batches of `data`.
 
-    config: Config
-    out: Path
-    model: Llama
-    data: Sequence[Any]
-    train_step: Callable[..., tuple[TrainState, dict[str, Any]]]
-    evaluate: Callable[[TrainState], float]
-
-    def run(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Takes the remaining steps.
-
-        Returns the last state, and whether a signal arrived during the last step. One
-        before raises KeyboardInterrupt.
-        """
-        config, first = self.config, int(state.step) + 1
-        stats_before, stopped = state.stats(), False
-        with (
-            _open_log(self.out / "metrics.jsonl", first - 1) as log,
-            progress_bar(first - 1, config.steps, shown=mesh.is_first()) as bar,
-            stop_requests() as stop,
-        ):
-            pending: list[dict[str, Any]] = []
+    Returns the last state, and whether a signal arrived during the last step. One
+    before raises KeyboardInterrupt.
+    """
+    first, log, is_first = int(state.step) + 1, out / "metrics.jsonl", mesh.is_first()
+    dot_general = model.dot_general
+    recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
+    train_step = make_train_step(model, *make_optimizer(config))
+    stats_before, stopped = state.stats(), False
+    if is_first:
+        metrics.continue_after(first - 1, log)
+    with (
+        progress_bar(first - 1, config.steps, shown=is_first) as bar,
+        stop_requests() as stop,
+    ):
+        pending: list[dict[str, Any]] = []
+        started = time.perf_counter()
+        for step in range(first, config.steps + 1):
+            tokens = data[step - 1].reshape(config.accumulate, -1, config.seq + 1)
+            tokens = mesh.distribute(tokens, None, "batch", None)
+            state, measured = train_step(state, tokens)
+            pending.append({"step": step, **measured})
+            last = step == config.steps
+            evaluates = last or step % config.eval_every == 0
+            saves = config.save_every and (last or step % config.save_every == 0)
+            reads = step == first or step % config.log_every == 0
+            # Several processes must agree when to stop, so they wait for a read.
+            reads |= stop.is_set() and jax.process_count() == 1
+            if not (reads or evaluates or saves):
+                continue  # without waiting for the device
+            records, pending = jax.device_get(pending), []
+            seconds = (time.perf_counter() - started) / len(records)
+            if evaluates:
+                records[-1]["val_loss"] = evaluate(model, state, val_data)
+            for record in records:
+                record |= _speed(config, model, seconds)
+                if is_first:
+                    metrics.append(record, log)
+                show(bar, record)
+                check_finite(record, out)
+            if step == first and recipe is not None:
+                assert_live(stats_before, state.stats())
+            stopped = mesh.any_of(stop.is_set())
+            if saves or (stopped and config.save_every):
+                checkpoint.save(checkpoints(out), step, state)
+                if is_first:
+                    plot.draw_curves(out, recipe)
+            if stopped and not last:
+                raise KeyboardInterrupt
             started = time.perf_counter()
-            for step in range(first, config.steps + 1):
-                state, measured = self.train_step(state, self._batch(step))
-                pending.append({"step": step, **measured})
-                last = step == config.steps
-                evaluates = last or step % config.eval_every == 0
-                saves = config.save_every and (last or step % config.save_every == 0)
-                reads = step == first or step % config.log_every == 0
-                # Several processes must agree when to stop, so they wait for a read.
-                reads |= stop.is_set() and jax.process_count() == 1
-                if not (reads or evaluates or saves):
-                    continue  # without waiting for the device
-                records = self._read(pending, started)
-                if evaluates:
-                    records[-1]["val_loss"] = self.evaluate(state)
-                for record in records:
-                    if log is not None:
-                        log.write(record)
-                    show(bar, record)
-                    check_finite(record, self.out)
-                if step == first and self._recipe() is not None:
-                    assert_live(stats_before, state.stats())
-                stopped = mesh.any_of(stop.is_set())
-                if saves or (stopped and config.save_every):
-                    checkpoint.save(checkpoints(self.out), step, state)
-                    if mesh.is_first():
-                        plot.draw_curves(self.out, self._recipe())
-                if stopped and not last:
-                    raise KeyboardInterrupt
-                started = time.perf_counter()
-        return state, stopped
-
-    def _recipe(self) -> Recipe | None:
-        dot_general = self.model.dot_general
-        return dot_general.recipe if isinstance(dot_general, FallbackDot) else None
-
-    def _batch(self, step: int) -> Any:
-        """The tokens of a step, [N, B/N, S+1], on the devices in use."""
-        tokens = self.data[step - 1]
-        tokens = tokens.reshape(self.config.accumulate, -1, self.config.seq + 1)
-        return mesh.distribute(tokens, None, "batch", None)
-
-    def _read(
-        self, pending: list[dict[str, Any]], started: float
-    ) -> list[dict[str, Any]]:
-        """Reads the metrics of pending steps from the device and adds the speed."""
-        records = jax.device_get(pending)
-        pending.clear()
-        seconds = (time.perf_counter() - started) / len(records)
-        tokens_per_s = self.config.batch * self.config.seq / seconds
-        speed = {"tokens_per_s": tokens_per_s}
-        if (peak := flops.peak()) is not None:
-            flops_per_token = flops.per_token(self.model.config, self.config.seq)
-            speed["mfu"] = tokens_per_s * flops_per_token / (peak * mesh.size())
-        return [record | speed for record in records]
+    return state, stopped
 
 
-def _open_log(file: Path, after_step: int) -> Any:
-    """The metrics of the run after a step; None in all processes but the first."""
-    if not mesh.is_first():
-        return nullcontext()
-    log = metrics.MetricsLog(file, after_step)
-    if log.moved:
-        print(
-            f"continues after step {after_step}: {log.moved} later or damaged lines of "
-            f"{file} moved to {file.with_suffix('.repeated.jsonl')}"
-        )
-    if log.missing:
-        print(f"warning: {file} lacks {log.missing} of the {after_step} steps so far")
-    return closing(log)
+def _speed(config: Config, model: Llama, seconds: float) -> dict[str, float]:
+    """The metrics of steps that took so long each."""
+    tokens_per_s = config.batch * config.seq / seconds
+    if (peak := flops.peak()) is None:
+        return {"tokens_per_s": tokens_per_s}
+    flops_per_s = tokens_per_s * flops.per_token(model.config, config.seq)
+    return {"tokens_per_s": tokens_per_s, "mfu": flops_per_s / (peak * mesh.size())}
 
 
 def check_finite(record: dict[str, Any], out: Path) -> None:
     """Raises DivergedError if a loss or the gradient norm of a step is not finite."""
     for name in ("loss", "grad_norm", "val_loss"):
         if not math.isfinite(record.get(name, 0.0)):
-            raise DivergedError(
-                f"{name} is {record[name]} at step {record['step']} "
-                f"({out / 'metrics.jsonl'} has all steps); try a smaller --lr and "
-                "another --out"
-            )
+            where = f"{name} is {record[name]} at step {record['step']} of {out}"
+            raise DivergedError(f"{where}; try a smaller --lr and another --out")
 
 
 def _export(
@@ -268,7 +216,4 @@ def _export(
         has_tokenizer = like is not None and hf.load_tokenizer(like) is not None
     print(f"exported: {folder}")
     if name == "gguf" and not has_tokenizer:
-        print(
-            "note: the file has no tokenizer, which llama.cpp's programs need; its "
-            "library takes ids of tokens"
-        )
+        print("note: without a tokenizer, only llama.cpp's library reads the file")

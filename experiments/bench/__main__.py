@@ -9,14 +9,7 @@ from collections.abc import Sequence
 
 from fbq_jax.bench import cli
 
-SECTIONS = {
-    "block": "a Llama block, forward and backward, and its memory",
-    "profile": "the kernels of a Llama block",
-    "train": "an optimizer step of a Llama with a billion parameters",
-    "accumulation": "such a step that accumulates the gradients of microbatches",
-    "scaling": "an optimizer step on one GPU and on several",
-    "parity": "how far losses on several GPUs are from those on one",
-}
+SECTIONS = ("block", "profile", "train", "accumulation", "scaling", "parity")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

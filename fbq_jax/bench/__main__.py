@@ -9,14 +9,7 @@ from typing import Any
 
 from fbq_jax.bench import cli, report, results
 
-SECTIONS = {
-    "step": "a training step of Flax layers, which is what users get",
-    "map": "where INT8 is faster than bf16: training steps over a grid of shapes",
-    "gemm": "the block-scaled INT8 GEMM against bf16",
-    "linear": "a linear layer, in Flax and in parts, against bf16 and other libraries",
-    "moe": "a whole mixture of experts in a training step, against bf16",
-    "serve": "frozen layers of a Llama, for prompts and for decoding, against bf16",
-}
+SECTIONS = ("step", "map", "gemm", "linear", "moe", "serve")
 LLAMA = "python -m experiments.bench"
 
 
@@ -37,10 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     picture = commands.add_parser("picture", help="plots the map of a JSON file")
     picture.add_argument("file", type=Path, metavar="FILE")
     picture.add_argument("picture", type=Path, metavar="PICTURE")
-    install = commands.add_parser(
-        "install-map",
-        help="makes a JSON file's map the one that the library reads on such a GPU",
-    )
+    text = "makes a JSON file's map the one that the library reads on such a GPU"
+    install = commands.add_parser("install-map", help=text)
     install.add_argument("file", type=Path, metavar="FILE")
     return parser
 

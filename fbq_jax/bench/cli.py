@@ -6,7 +6,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ _FAILED_MEASUREMENTS = (measure.WrongResultError, measure.UnsupportedError)
 def exit_status(program: str, action: Callable[[], object]) -> int:
     """Runs an action and reports the expected errors in one line on stderr.
 
-    Returns:
-      0 for success, 1 for a measurement that failed, 2 for a usage error.
+    Returns 0 for success, 1 for a measurement that failed, 2 for a usage error.
     """
     try:
         action()
@@ -42,41 +41,27 @@ def exit_status(program: str, action: Callable[[], object]) -> int:
     return 0
 
 
-def add_sections(parser: argparse.ArgumentParser, sections: Mapping[str, str]) -> Any:
-    """Adds a subcommand for each section, and ``all``; returns the subcommands.
-
-    Args:
-      parser: gets the subcommands.
-      sections: name to what the section measures.
-    """
+def add_sections(parser: argparse.ArgumentParser, sections: Sequence[str]) -> Any:
+    """Adds a subcommand for each section, and ``all``; returns the subcommands."""
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in {**sections, "all": "all of these"}.items():
-        command = commands.add_parser(name, help=text, description=f"Measures {text}.")
+    for name in (*sections, "all"):
+        text = report.HEADINGS[name].title if name in sections else "all of these"
+        command = commands.add_parser(name, help=text, description=text)
         add = command.add_argument
-        add(
-            "--out",
-            type=Path,
-            metavar="FILE",
-            help="the JSON file to write this section into; it replaces the section of "
-            "this name, the others stay (default: bench-DEVICE.json, and "
-            "bench-DEVICE-partial.json with --quick or --shape)",
+        text = "the JSON file to write this section into; the others in it stay "
+        text += (
+            "(default: bench-DEVICE.json, and bench-DEVICE-partial.json with --quick "
         )
-        add(
-            "--implementation",
-            choices=dispatch.IMPLEMENTATIONS,
-            help="the implementation of the library's ops (default: chosen by device)",
-        )
+        add("--out", type=Path, metavar="FILE", help=text + "or --shape)")
+        text = "the implementation of the library's ops (default: chosen by device)"
+        add("--implementation", choices=dispatch.IMPLEMENTATIONS, help=text)
         add("--quick", action="store_true", help="half the sizes, fewer samples")
         command.set_defaults(shape=None)
         if name in sections:
             sizes = report.HEADINGS[name].shape.replace(" ", "")
-            add(
-                "--shape",
-                type=functools.partial(read_shape, sizes),
-                action="append",
-                metavar=sizes,
-                help="measures these sizes instead; may be repeated",
-            )
+            read, text = functools.partial(read_shape, sizes), "measures these sizes "
+            text += "instead; may be repeated"
+            add("--shape", type=read, action="append", metavar=sizes, help=text)
     return commands
 
 
@@ -85,26 +70,20 @@ def read_shape(sizes: str, text: str) -> tuple[int, ...]:
     count = sizes.count(",") + 1
     if re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text) and text.count(",") + 1 == count:
         return tuple(map(int, text.split(",")))
-    raise argparse.ArgumentTypeError(
-        f"takes {count} positive integers {sizes}; got {text!r}"
-    )
+    takes = f"takes {count} positive integers {sizes}"
+    raise argparse.ArgumentTypeError(f"{takes}; got {text!r}")
 
 
-def run(package: str, sections: Collection[str], options: argparse.Namespace) -> None:
+def run(package: str, sections: Sequence[str], options: argparse.Namespace) -> None:
     """Measures the section that the options name, or all.
 
     A section that fails leaves its rows in a file beside the results; of all sections,
-    the others are measured.
-
-    Args:
-      package: the package with a module for each section.
-      sections: the sections that ``all`` measures, in order.
-      options: the parsed arguments of ``add_sections``.
+    which are modules of the package, the others are measured.
 
     Raises:
-      UsageError: if there is no accelerator, or the implementation does not run on it.
-      ResultsError: if the results cannot be stored.
-      UnfinishedError: if some of all sections failed.
+      UsageError: there is no accelerator, or the implementation does not run on it.
+      ResultsError: the results cannot be stored.
+      UnfinishedError: some of all sections failed.
     """
     _check_device(options.implementation)
     is_partial = options.quick or options.shape
@@ -163,9 +142,7 @@ def _measure(name: str, package: str, path: Path, options: argparse.Namespace) -
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
         if reason.startswith("RESOURCE_EXHAUSTED"):
-            raise measure.UnsupportedError(
-                f"{reason}; --shape takes sizes that fit into the memory"
-            ) from error
+            reason += "; --shape takes sizes that fit into the memory"
         raise measure.UnsupportedError(reason) from error
     results.merge(path, name, content)
     part.unlink(missing_ok=True)

@@ -20,60 +20,38 @@ Results = Sequence[jax.Array]
 
 @dataclass(frozen=True)
 class Program:
-    """One way to compute what is compared.
+    """One way to compute what is compared."""
 
-    Attributes:
-      what: the recipe or library, as a row names it.
-      implementation: the backend that computes the products.
-      step: the compiled function ``(state, *inputs) -> (new state, results)``.
-      start: makes the first state, which ``step`` may donate.
-      compile_s: seconds of tracing and compilation.
-      rates: the layers' fallback rates in the last step, from its state; empty without
-        fallback.
-      target_rate: the range of the rates.
-    """
-
-    what: str
-    implementation: str
+    what: str  # the recipe or library, as a row names it
+    implementation: str  # the backend that computes the products
+    # The compiled function ``(state, *inputs) -> (new state, results)``.
     step: Callable[..., tuple[Any, Any]]
-    start: Callable[[], Any]
-    compile_s: float
+    start: Callable[[], Any]  # makes the first state, which ``step`` may donate
+    compile_s: float  # seconds of tracing and compilation
+    # The layers' fallback rates in the last step, from its state, and their range.
     rates: Callable[[Any], Sequence[float]] = lambda _: ()
     target_rate: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What all programs compute, and how they are measured.
+    """What all programs compute, and how they are measured."""
 
-    Attributes:
-      shape: the sizes, as ``report.HEADINGS`` names them.
-      work: operations of a step.
-      inputs: the arguments of a step after the state.
-      limits: the largest errors of the results, in their order, by name.
-      settling_steps: the steps before results are checked and a step is timed.
-      results: runs the last of these steps and returns what is checked.
-      exact: what results are compared with; by default the first program's.
-      checks_rates: whether all fallback rates must be in their range.
-      burst_of: what a burst times.
-    """
-
-    shape: tuple[int, ...]
-    work: float
-    inputs: tuple[Any, ...]
-    limits: Mapping[str, float]
-    settling_steps: int = 1
+    shape: tuple[int, ...]  # the sizes, as ``report.HEADINGS`` names them
+    work: float  # operations of a step
+    inputs: tuple[Any, ...]  # the arguments of a step after the state
+    limits: Mapping[str, float]  # the largest errors of the results, in order, by name
+    settling_steps: int = 1  # before results are checked and a step is timed
+    # Runs the last of these steps and returns what is checked.
     results: Callable[[RunningStep], Results] = RunningStep.__call__
-    exact: Results = ()
-    checks_rates: bool = False
-    burst_of: Literal["kernels", "calls"] = "calls"
+    exact: Results = ()  # what results are compared with; else the first program's
+    checks_rates: bool = False  # whether all fallback rates must be in their range
+    burst_of: Literal["kernels", "calls"] = "calls"  # what a burst times
 
     def rows(self, programs: Sequence[Program], effort: Effort) -> Iterator[Row]:
         """The row of each program; the first one is the baseline.
 
-        Raises:
-          WrongResultError: an error is above its limit, or a fallback rate is outside
-            the recipe's range.
+        Raises WrongResultError for an error above its limit or a rate out of range.
         """
         return with_ratios(self._rows(programs, effort))
 
@@ -104,13 +82,10 @@ class Comparison:
 
 
 def require_rates(program: Program, step: RunningStep, what: str) -> None:
-    """Checks that the fallback rates of all layers are in their range.
+    """Raises WrongResultError unless the fallback rates of all layers are in range.
 
     As weights change, a rate leaves the range for single steps: then its threshold
     moves. So this runs a few steps more if they are needed.
-
-    Raises:
-      WrongResultError: a rate does not come into the range.
     """
     low, high = program.target_rate
     for _ in range(_STEPS_INTO_RANGE + 1):

@@ -55,9 +55,6 @@ def rows(
 
     The operands are Gaussian; the blocks that fall back are random. Work counts the
     product's ``2 M N K`` operations without the residual's.
-
-    Raises:
-      WrongResultError: if a product differs from the reference.
     """
     choice = dispatch.choose("matmul", BLOCK_SHAPE, implementation=implementation)
     for shape in shapes:

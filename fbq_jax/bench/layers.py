@@ -32,20 +32,13 @@ State = tuple[dict[str, Any], Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """Unrolled linear layers without bias, which compute in bf16.
+    """Unrolled linear layers without bias, which compute in bf16."""
 
-    Attributes:
-      name: the recipe or library, as a row names it.
-      backend: what computes the products.
-      recipe: the library's recipe; None for others.
-      start: makes the first state, with copies of the kernels ``[K, N]``.
-      forward: the function ``(state, x, key) -> (y, new second part of the state)``.
-    """
-
-    name: str
-    backend: str
-    recipe: Recipe | None
-    start: Callable[[Kernels], State]
+    name: str  # the recipe or library, as a row names it
+    backend: str  # what computes the products
+    recipe: Recipe | None  # the library's recipe; None for others
+    start: Callable[[Kernels], State]  # makes the first state, of kernels ``[K, N]``
+    # The function ``(state, x, key) -> (y, new second part of the state)``.
     forward: Callable[[State, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
     def program(
@@ -54,12 +47,9 @@ class Stack:
         kernels: Callable[[], Kernels],
         *inputs: jax.Array,
     ) -> Program:
-        """Compiles ``training_step`` or ``products_step``.
+        """Compiles ``training_step`` or ``products_step``, for arrays or shapes.
 
-        Args:
-          step: takes this stack, a state and the inputs.
-          kernels: makes the kernels; nothing is allocated before the program runs.
-          *inputs: the inputs, as arrays or shapes.
+        Nothing is allocated before the program runs and ``kernels`` makes the kernels.
         """
         # Not ``jax.eval_shape``, because layers of NNX are made there.
         state = nnx.eval_shape(lambda: self.start(kernels()))

@@ -40,16 +40,9 @@ def rows(
 
     A step is the one of ``step.rows``, for bf16 and ``layers.RECIPES``.  Shapes that
     need more than half of the GPU's memory are left out, and named on stderr.
-
-    Raises:
-      WrongResultError: if a loss differs from bf16's by more than INT8 may.
     """
-    effort = effort._replace(
-        warm_up_s=effort.warm_up_s / 5,
-        samples=max(1, effort.samples // 4),
-        rest_s=0.0,
-        launches=2,
-    )
+    warm_up, samples = effort.warm_up_s / 5, max(1, effort.samples // 4)
+    effort = Effort(warm_up, samples, effort.batch_s, rest_s=0.0, launches=2)
     stacks = {
         depth: [layers.bf16(depth), *layers.linen(depth, implementation)]
         for depth in (_DEPTH, _LARGE_DEPTH)
@@ -68,13 +61,9 @@ def rows(
 
 
 def install(section: Mapping[str, Any]) -> str:
-    """Makes a measured section the map that ``fbq_jax.dispatch`` reads.
+    """Makes a section the map that ``fbq_jax.dispatch`` reads; returns its file.
 
-    Returns the path of its file.
-
-    Raises:
-      ResultsError: the section is of a quick run or lacks the smallest shape, or the
-        file cannot be written.
+    Raises ResultsError for a quick run, or if the file cannot be written.
     """
     if section["quick"]:
         raise ResultsError("a map of a quick run is too coarse to be used")
@@ -94,14 +83,11 @@ def speed_map_of(section: Mapping[str, Any]) -> SpeedMap:
             found[measured.what][measured.shape] = measured.ratio
     complete = set.intersection(*(set(by_shape) for by_shape in found.values()))
     backends = {r.implementation for r in section["rows"] if r.what in found}
-    return SpeedMap(
-        section["device"],
-        ", ".join(sorted(backends)),
-        {
-            name: {shape: round(by_shape[shape], 3) for shape in sorted(complete)}
-            for name, by_shape in found.items()
-        },
-    )
+    speedups = {
+        name: {shape: round(by_shape[shape], 3) for shape in sorted(complete)}
+        for name, by_shape in found.items()
+    }
+    return SpeedMap(section["device"], ", ".join(sorted(backends)), speedups)
 
 
 def _that_fit(shapes: Sequence[tuple[int, ...]]) -> Iterator[Sizes]:
@@ -115,9 +101,8 @@ def _that_fit(shapes: Sequence[tuple[int, ...]]) -> Iterator[Sizes]:
         if needed <= limit:
             yield M, K, N
         else:
-            print(
-                f"without {M}, {K}, {N}: it needs {needed:.1e} bytes", file=sys.stderr
-            )
+            what = f"without {M}, {K}, {N}"
+            print(f"{what}: it needs {needed:.1e} bytes", file=sys.stderr)
 
 
 def _depth(shape: Sizes) -> int:

@@ -56,12 +56,9 @@ class Timing(NamedTuple):
 
 
 def first_call(function: Any, *args: Any) -> tuple[jax.stages.Compiled, float, Any]:
-    """Compiles a jitted function for its arguments and calls it once.
+    """Compiles a jitted function; also the seconds to its first result, and that.
 
-    Returns:
-      The compiled function, the seconds from tracing to the first result, and that
-      result. A kernel that this process has compiled for another program adds little
-      to the seconds.
+    A kernel that this process has compiled for another program adds little to them.
     """
     start = time.perf_counter()
     compiled = function.lower(*args).compile()
@@ -122,8 +119,7 @@ def step_timing(
 def kernels(compiled: Any, *args: Any) -> list[tuple[str, float]]:
     """The names and milliseconds of the kernels of one call of a compiled program.
 
-    Raises:
-      NoKernelsError: if the machine has no GPU or no CUPTI.
+    Raises NoKernelsError without a GPU or CUPTI.
     """
     times: list[tuple[str, float]] = _profile(compiled, args, aggregate=False) or []
     return times
@@ -160,11 +156,7 @@ def checked_errors(
     exact: Sequence[jax.Array],
     what: str,
 ) -> dict[str, float]:
-    """The relative errors of arrays by name, in the order of ``limits``.
-
-    Raises:
-      WrongResultError: if an error is NaN or above its limit.
-    """
+    """The relative errors of arrays by name, in the order of ``limits``."""
     errors = {}
     for (name, limit), *pair in zip(limits.items(), actual, exact, strict=True):
         errors[name] = relative_error(*pair)
@@ -173,11 +165,7 @@ def checked_errors(
 
 
 def require(error: float, limit: float, what: str) -> None:
-    """Checks an error against its limit.
-
-    Raises:
-      WrongResultError: if the error is NaN or above the limit.
-    """
+    """Raises WrongResultError if an error is NaN or above its limit."""
     if not error <= limit:
         raise WrongResultError(
             f"{what} is wrong: its error is {error:.1e}, the limit is {limit:.0e}; "

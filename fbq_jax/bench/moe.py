@@ -39,9 +39,6 @@ def rows(
     tokens are bf16.  Work counts the experts' products.  The baseline multiplies in
     bf16 by Tokamax where that is installed, else by ``lax.ragged_dot``, and saves the
     gate in bf16; the recipes save it as ``MoEMLP`` does by default.
-
-    Raises:
-      WrongResultError: if a result differs from bf16's by more than INT8 may.
     """
     choice = dispatch.choose("matmul", (128, 128, 128), implementation=implementation)
     products = [_bf16()]

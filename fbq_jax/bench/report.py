@@ -7,19 +7,12 @@ from fbq_jax.bench.results import Row
 
 
 class Heading(NamedTuple):
-    """What a section measures.
-
-    Attributes:
-      title: the table's title.
-      shape: the names of the sizes in ``Row.shape``.
-      rate: the unit of ``Row.rate``.
-      ratio: the title of ``Row.ratio``; None leaves out the ratios.
-    """
+    """What a section measures."""
 
     title: str
-    shape: str
-    rate: str = "TFLOP/s"
-    ratio: str | None = "speedup vs bf16"
+    shape: str  # the names of the sizes in ``Row.shape``
+    rate: str = "TFLOP/s"  # the unit of ``Row.rate``
+    ratio: str | None = "speedup vs bf16"  # the title; None leaves out the ratios
 
     def names(self) -> dict[str, str]:
         """The titles of the columns."""
@@ -28,6 +21,7 @@ class Heading(NamedTuple):
 
 
 _LLAMA = "hidden, MLP, layers, batch"
+_TRAINED = "vocabulary 32 000, sequences of 2048 tokens"
 HEADINGS = {
     "step": Heading(
         "Training step of 8 linear layers, D to F to D, in Flax", "tokens, D, F"
@@ -53,17 +47,11 @@ HEADINGS = {
     ),
     "profile": Heading(
         "Kernels of a Llama block, forward and backward",
-        "hidden, MLP, tokens",
-        rate="%",
-        ratio=None,
+        *("hidden, MLP, tokens", "%", None),
     ),
-    "train": Heading(
-        "Optimizer step of a Llama, vocabulary 32 000, sequences of 2048 tokens",
-        _LLAMA,
-    ),
+    "train": Heading(f"Optimizer step of a Llama, {_TRAINED}", _LLAMA),
     "accumulation": Heading(
-        "Optimizer step of a Llama that accumulates gradients, vocabulary 32 000, "
-        "sequences of 2048 tokens",
+        f"Optimizer step of a Llama that accumulates gradients, {_TRAINED}",
         "hidden, MLP, layers, sequences of a microbatch, microbatches",
     ),
     "scaling": Heading("Optimizer step of a Llama on several devices", _LLAMA),
@@ -75,14 +63,6 @@ HEADINGS = {
 
 def _number(value: float | None, form: str, unit: float = 1.0) -> str:
     return "" if value is None else f"{value / unit:{form}}"
-
-
-def _errors(row: Row) -> str:
-    return " ".join(f"{name} {error:.1e}" for name, error in row.errors.items())
-
-
-def _first_calls(row: Row) -> str:
-    return ", ".join(f"{value:.1f}" for value in (row.first_calls_s or {}).values())
 
 
 # The columns, in order. A table has those in which some row has a value.
@@ -98,14 +78,16 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "rate": lambda row: f"{row.rate:.4g}",
     "ratio": lambda row: f"{row.ratio:.2f}",
     "in bursts": lambda row: f"{row.burst_ratio:.2f}",
-    "error": _errors,
+    "error": lambda row: " ".join(f"{name} {x:.1e}" for name, x in row.errors.items()),
     "k tokens/s": lambda row: _number(row.tokens_s, ".1f", 1e3),
     "efficiency": lambda row: _number(row.efficiency, ".1%"),
     "launches/layer": lambda row: _number(row.launches, ".1f"),
     "kernels, ms": lambda row: _number(row.kernels_ms, ".3f"),
     "gap, ms": lambda row: _number(row.gap_ms, ".3f"),
     "first call, s": lambda row: _number(row.compile_s, ".1f"),
-    "of 1, 12 layers": _first_calls,
+    "of 1, 12 layers": lambda row: ", ".join(
+        f"{value:.1f}" for value in (row.first_calls_s or {}).values()
+    ),
     "conditionals": lambda row: _number(row.conditionals, ".0f"),
     "saved, kB/token": lambda row: _number(row.saved_bytes, ".1f", 1e3),
     "peak, GB": lambda row: _number(row.peak_bytes, ".1f", 1e9),
@@ -151,9 +133,8 @@ def _section(heading: Heading, content: Mapping[str, Any]) -> str:
     driver = f", driver {content['driver']}" if content["driver"] else ""
     quick = " A quick run: smaller sizes, fewer samples." if content["quick"] else ""
     caption = f"{content['device']}{driver}, {content['date']}, {versions}.{quick}"
-    lines = "\n".join(
-        "| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *cells]
-    )
+    table = [head, ["---"] * len(head), *cells]
+    lines = "\n".join("| " + " | ".join(line) + " |" for line in table)
     return f"**{heading.title}**, on {caption}\n\n{lines}"
 
 
@@ -175,11 +156,8 @@ def _map_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     tokens = sorted({row.shape[0] for row in rows})
     speedups = {(row.what, row.shape): f"{row.ratio:.2f}" for row in rows}
     head = ["K, N", *(f"{name}, M = {M}" for name in names for M in tokens)]
-    cells = [
-        [
-            f"{K}, {N}",
-            *(speedups.get((name, (M, K, N)), "") for name in names for M in tokens),
-        ]
-        for K, N in sorted({row.shape[1:] for row in rows})
-    ]
+    cells = []
+    for K, N in sorted({row.shape[1:] for row in rows}):
+        found = (speedups.get((name, (M, K, N)), "") for name in names for M in tokens)
+        cells.append([f"{K}, {N}", *found])
     return head, cells

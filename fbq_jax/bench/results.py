@@ -68,13 +68,7 @@ class Row:
 
 
 def row(timing: Timing, work: float, **labels: Any) -> Row:
-    """The row of a timed program.
-
-    Args:
-      timing: the time of one call.
-      work: operations or bytes of one call.
-      **labels: the other fields of ``Row``.
-    """
+    """The row of a program; work counts the operations or bytes of a call."""
     return Row(**timing._asdict(), rate=work / timing.ms / 1e9, **labels)
 
 
@@ -118,11 +112,7 @@ def default_path(suffix: str = "") -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The sections of a file by name.
-
-    Raises:
-      ResultsError: if the file cannot be read or holds something else.
-    """
+    """The sections of a file by name."""
     names = {key: name for name, key in _KEYS.items()}
     try:
         sections = json.loads(path.read_text())
@@ -140,12 +130,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """Checks before anything is measured that ``merge`` can write.
-
-    Raises:
-      ResultsError: if the folder is missing or read-only, or the file holds something
-        else.
-    """
+    """Checks before anything is measured that ``merge`` can write."""
     if not path.parent.is_dir():
         raise ResultsError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):

@@ -41,10 +41,7 @@ Variables = dict[str, Any]
 
 
 class Layers(nn.Module):
-    """The linear layers of Transformer layers, with their norms and gates.
-
-    There is no attention: the output projection reads the queries.
-    """
+    """The linear layers, norms and gates of Transformer layers, without attention."""
 
     hidden: int
     intermediate: int
@@ -81,13 +78,7 @@ def _norm(x: jax.Array) -> jax.Array:
 def rows(
     shapes: Sequence[tuple[int, ...]], *, implementation: str | None, effort: Effort
 ) -> Iterator[Row]:
-    """Measures frozen ``Layers`` for each ``(rows, hidden, MLP)``, bf16 in and out.
-
-    Work counts the products' operations.
-
-    Raises:
-      WrongResultError: if an output differs from bf16's by more than INT8 may.
-    """
+    """Measures frozen ``Layers`` for each ``(rows, hidden, MLP)``, bf16 in and out."""
     for widths, group in itertools.groupby(shapes, lambda shape: shape[1:]):
         hidden, intermediate = widths
         weights = hidden * (_qkv_width(hidden) + hidden + 3 * intermediate)

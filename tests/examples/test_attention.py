@@ -118,7 +118,7 @@ def test_cudnn_agrees_with_xla(seq, head_dim, window):
     dy = dy.reshape(2, seq, -1)
 
     def by_xla(q, k, v):
-        return attention.attend_cached(q, k, v, 0, window=window)
+        return attention.attend(q, k, v, start=0, window=window)
 
     def results(attend):
         with jax.numpy_dtype_promotion("standard"):
@@ -147,7 +147,7 @@ def test_splash_attention_agrees_with_xla(monkeypatch, options):
         jax.random.normal(key, (2, 256, n, 128), jnp.float32)
         for key, n in zip(keys, heads, strict=True)
     )
-    want = attention.attend_cached(q, k, v, 0, **options)
+    want = attention.attend(q, k, v, start=0, **options)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     got = attention.attend(q, k, v, **options)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)

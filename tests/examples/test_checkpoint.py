@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from examples.llama import checkpoint
+from examples.llama.errors import UserError
 from examples.llama.step import TrainState
 
 ROOT = Path(__file__).parents[2]
@@ -90,14 +91,14 @@ def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path, damage):
     step, (problem,) = checkpoint.find(tmp_path)
     assert step == 1
     assert f"{tmp_path / '2'} is damaged: its files do not match" in problem
-    with pytest.raises(checkpoint.RestoreError, match=r"2 is damaged.*--resume writes"):
+    with pytest.raises(UserError, match=r"2 is damaged.*--resume writes"):
         checkpoint.restore(tmp_path, train_state(0))  # never an older one in silence
     assert sorted(tmp_path.rglob("*")) == before
     damage(largest_file(tmp_path / "1"))
-    with pytest.raises(checkpoint.RestoreError, match=r"no checkpoint that is whole"):
+    with pytest.raises(UserError, match=r"no checkpoint that is whole"):
         checkpoint.find(tmp_path)
     assert checkpoint.find(tmp_path / "none") == (None, [])
-    with pytest.raises(checkpoint.RestoreError, match=r"holds no checkpoint$"):
+    with pytest.raises(UserError, match=r"holds no checkpoint$"):
         checkpoint.restore(tmp_path / "none", train_state(0))
 
 
@@ -130,13 +131,14 @@ import resource, sys
 from pathlib import Path
 import jax.numpy as jnp
 from examples.llama import checkpoint
+from examples.llama.errors import UserError
 
 state = {str(n): jnp.arange(n, n + 3000) for n in range(20)}
 for limit in 1024, 4096, 10_000:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
         checkpoint.save(Path(sys.argv[1]), 2, state)
-    except checkpoint.SaveError as error:
+    except UserError as error:
         print("error:", error, file=sys.stderr)
 """
 
@@ -168,6 +170,6 @@ def test_another_structure_or_shape_is_one_short_error(tmp_path, change):
     state = {str(n): jnp.arange(n, n + 3000) for n in range(20)}
     checkpoint.save(tmp_path, 1, state)
     message = f"the checkpoint {tmp_path / '1'} belongs to another model or"
-    with pytest.raises(checkpoint.RestoreError, match=re.escape(message)) as raised:
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
         checkpoint.restore(tmp_path, {name: change(x) for name, x in state.items()})
     assert len(str(raised.value)) < 2000

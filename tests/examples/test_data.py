@@ -11,11 +11,11 @@ from examples.llama.data import (
     HELD_OUT,
     SEPARATOR,
     Corpus,
-    DataError,
     batches,
-    is_token_ids,
     load_corpus,
+    token_ids_folder,
 )
+from examples.llama.errors import UserError
 from examples.llama.progress import interruptible
 
 
@@ -73,7 +73,7 @@ def test_few_files_hold_out_their_tail(tmp_path):
     (folder / ".git").mkdir()
     (folder / ".git" / "index").write_text("hidden")
     (folder / "image.png").write_bytes(b"\x89PNG\xff")
-    assert not is_token_ids(folder)
+    assert token_ids_folder(folder) is None
     corpus = load_corpus(folder)
     text = corpus.train.tobytes() + corpus.val.tobytes()
     order = [*range(0, 19, 2), *range(1, 19, 2)]
@@ -128,7 +128,7 @@ def test_bins_hold_uint16_token_ids(tmp_path):
 def test_data_that_cannot_be_read_is_named(tmp_path, files, path, tokenizer, message):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         load_corpus(tmp_path / path, tokenizer)
 
 
@@ -143,11 +143,11 @@ def test_tokenizer_marks_where_documents_begin(tmp_path):
 def test_a_corpus_that_does_not_fit_is_named():
     corpus = Corpus(np.array([1, 47]), np.array([48]), 256)
     corpus.check_fits(49)
-    with pytest.raises(DataError, match=r"token id 48; .* accepts 0 to 47"):
+    with pytest.raises(UserError, match=r"token id 48; .* accepts 0 to 47"):
         corpus.check_fits(48)
-    with pytest.raises(DataError, match=r"train part has 16 tokens, .* window of 17"):
+    with pytest.raises(UserError, match=r"train part has 16 tokens, .* window of 17"):
         batches(counting(16), "train", seq=16, batch=1, seed=0)
-    with pytest.raises(DataError, match="val part has 0 tokens"):
+    with pytest.raises(UserError, match="val part has 0 tokens"):
         batches(counting(17), "val", seq=16, batch=1, seed=0)
     assert len(batches(counting(17), "train", seq=16, batch=1, seed=0)[0]) == 1
 

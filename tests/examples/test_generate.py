@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -17,10 +16,10 @@ import tokenizers
 
 import fbq_jax
 from examples.llama import build, generate, hf, train
-from examples.llama.config import ConfigError
+from examples.llama.errors import UserError
 from examples.llama.generate import Sampling, sample
 from examples.llama.model import Llama, empty_cache
-from examples.llama.text import Bytes, ChatError, TokenizerOf
+from examples.llama.text import Bytes, TokenizerOf
 from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
 from tests.examples.small import small_config
 from tests.fbq_jax.linen.test_freezing import as_trained
@@ -124,7 +123,7 @@ def test_a_prompt_is_not_ended(chat):
     assert codec.encode("one two") == [0, 4, 5]
     assert codec.decode([4, 5, 1]) == "one two"
     for encode in codec.encode, codec.encode_chat:
-        with pytest.raises(ConfigError, match=r"prompt is not UTF-8 \(.* byte 0xff in"):
+        with pytest.raises(UserError, match=r"prompt is not UTF-8 \(.* byte 0xff in"):
             encode("one \udcff")
 
 
@@ -155,7 +154,7 @@ NAMED = [{"name": "default", "template": TEMPLATE}]
 )
 def test_chat_templates_are_found(chat, file, content):
     pytest.importorskip("jinja2", reason="fills in templates")
-    with pytest.raises(ChatError, match="has no chat template: leave --chat out"):
+    with pytest.raises(UserError, match="has no chat template: leave --chat out"):
         TokenizerOf(chat).encode_chat("two")
     if file == "tokenizer_config.json":
         content = json.loads((chat / file).read_text()) | content
@@ -164,15 +163,12 @@ def test_chat_templates_are_found(chat, file, content):
     assert TokenizerOf(chat).encode_chat("two") == [0, 2, 5, 1, 3]
 
 
-def test_templates_that_cannot_be_filled_in_are_an_error(chat, monkeypatch):
+def test_templates_that_cannot_be_filled_in_are_an_error(chat):
     pytest.importorskip("jinja2", reason="fills in templates")
     (chat / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
-    with pytest.raises(ChatError, match="cannot be filled in: no system"):
+    with pytest.raises(UserError, match="cannot be filled in: no system"):
         TokenizerOf(chat).encode_chat("two")
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ChatError, match=r"pip install 'fbq-jax\[examples\]'"):
-        TokenizerOf(chat).encode_chat("two")
-    with pytest.raises(ChatError, match="takes a model with a chat template"):
+    with pytest.raises(UserError, match="takes a model with a chat template"):
         Bytes().encode_chat("a")
 
 
@@ -186,7 +182,7 @@ def test_a_model_of_bytes_continues_any_bytes(capsys, monkeypatch, prompt, is_ty
     def generator(*_, **__):
         return lambda *_: iter(b"\xa9b")
 
-    monkeypatch.setattr(generate, "Generator", generator)
+    monkeypatch.setattr(generate, "make_generator", generator)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt)))
     argv = ["--prompt", os.fsdecode(prompt)] if is_typed else []
     status, out, report = run(capsys, "folder", *argv)
@@ -238,7 +234,7 @@ def test_what_cannot_generate_is_named(chat, tmp_path, capsys):
         ((chat, *prompt, "--top-k", -1), "top_k takes an integer from 0 to 2147483647"),
         ((chat, *prompt, "--top-p", 0), "top_p takes a number from 1.17549e-38 to 1"),
         ((chat, *prompt, "--top-p", "nan"), "got nan"),
-        ((chat, *prompt, "--seed", -1), "seed takes an integer of 32 bits"),
+        ((chat, *prompt, "--seed", -1), "seed takes an integer from 0 to 4294967295"),
         ((chat, "--prompt", "one " * 600), "the prompt has 601 tokens; the model"),
         ((chat, *prompt, "--chat"), "has no chat template"),
     ]
@@ -246,9 +242,8 @@ def test_what_cannot_generate_is_named(chat, tmp_path, capsys):
         status, _, error = run(capsys, *argv)
         assert (status, error.startswith("error: ")) == (1, True), argv
         assert message in error
-    for argv in ((chat, "--tokens", 0), (chat, "--weights", "x")):
-        with pytest.raises(SystemExit):
-            generate.main([str(arg) for arg in argv])
+    with pytest.raises(SystemExit):
+        generate.main([str(chat), "--weights", "x"])
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 
 import flax.traverse_util
@@ -385,7 +384,7 @@ def test_what_cannot_be_exported_is_named_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_keeps_a_model_from_being_exported_is_named(tmp_path, monkeypatch):
+def test_what_keeps_a_model_from_being_exported_is_named(tmp_path):
     model = Llama(small_config(**SIZES), DOT)
     with pytest.raises(ExportError, match="export takes one of blockwise_int8"):
         hf.check_exportable("onnx", model)
@@ -395,12 +394,6 @@ def test_what_keeps_a_model_from_being_exported_is_named(tmp_path, monkeypatch):
     other = Llama(dataclasses.replace(model.config, post_norms=True), DOT)
     with pytest.raises(hf.CheckpointError, match="none of the families has all"):
         hf.check_exportable("blockwise_int8", other)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    for name in "gguf_file", "gguf_tokenizer":
-        monkeypatch.delitem(sys.modules, f"examples.llama.hf.{name}", raising=False)
-        monkeypatch.delattr(hf, name, raising=False)
-    with pytest.raises(ExportError, match=r"pip install 'fbq-jax\[examples\]'"):
-        hf.check_exportable("gguf", model)
 
 
 @pytest.mark.exhaustive

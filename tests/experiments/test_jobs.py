@@ -15,6 +15,7 @@ import pytest
 from examples.llama import metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.data import load_corpus
+from examples.llama.errors import UserError
 from experiments import __main__, corpus, jobs, page, processes, result_files, runs
 from experiments.settings import LARGER, SEEDS, SIZES, TOY, Experiment, Settings
 
@@ -163,12 +164,12 @@ def test_a_diverged_run_is_done_and_a_failed_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = runs.Run(Config(steps=2), tmp_path / "run", tmp_path / "run.json")
-    errors = run_folder.RunError("in use"), training.DivergedError("loss is nan")
+    errors = UserError("in use"), training.DivergedError("loss is nan")
     write = Mock()
     with monkeypatch.context() as patch:
         patch.setattr(training, "train", Mock(side_effect=errors))
         patch.setattr(runs, "write", write)
-        with pytest.raises(run_folder.RunError, match="in use"):
+        with pytest.raises(UserError, match="in use"):
             runs.do([run])
         runs.do([run])
     (call,) = write.call_args_list

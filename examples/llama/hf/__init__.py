@@ -1,8 +1,4 @@
-"""Hugging Face checkpoints of Llama and the families of `families.py`.
-
-A checkpoint is a folder with ``config.json`` and the weights. The weights are in
-``model.safetensors``, or in the shards that ``model.safetensors.index.json`` lists.
-"""
+"""Hugging Face checkpoints, folders with ``config.json``, of the families."""
 
 from examples.llama.hf.checkpoint import is_checkpoint as is_checkpoint
 from examples.llama.hf.checkpoint import load as load

@@ -10,39 +10,26 @@ import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
 
+from examples.llama.hf import files
 from examples.llama.hf.config_json import SPECIAL_TOKENS, family_of, from_json, to_json
-from examples.llama.hf.families import FAMILIES
-from examples.llama.hf.files import (
-    CONFIG,
-    CheckpointError,
-    check_new,
-    new_folder,
-    open_tensors,
-    read_json,
-    write_tensors,
-)
+from examples.llama.hf.families import FAMILIES, Family
+from examples.llama.hf.files import CONFIG, CheckpointError, Folder
 from examples.llama.hf.quantized import scheme_of
-from examples.llama.hf.tensor_views import (
-    HEAD,
-    TABLE,
-    TensorView,
-    parameter_shapes,
-    tensor_views,
-)
+from examples.llama.hf.tensor_views import TensorView, parameter_shapes, tensor_views
 from examples.llama.model_config import LlamaConfig
 
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The files that generation needs beside the model.
 _GENERATION = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-# Rows of a tensor that are copied at once: when transposed, they fill cache lines,
-# which single rows do not.
+# Rows that are copied at once: when transposed, they fill cache lines.
 _ROWS_PER_COPY = 16
 
 
-def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
+def load(folder: Folder) -> tuple[LlamaConfig, dict[str, Any]]:
     """Reads a checkpoint of transformers, of `save` or of `export`.
 
     The weights are float32, float16 or bfloat16, or INT8 in the formats
@@ -52,28 +39,30 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
         The configuration, with the default ``dtype``, ``remat``, ``unroll`` and
         ``saved_bits``, and the parameters of ``Llama`` as float32 NumPy arrays.
 
-    Raises:
-        CheckpointError: A file or a tensor is missing, unreadable, unexpected or has
-            the wrong shape, or the model is not supported. The message names it.
+    Raises CheckpointError, which names what is damaged or not supported.
     """
     folder = Path(folder)
     stored, file = _read_config(folder), folder / CONFIG
     family, scheme = family_of(stored, file), scheme_of(stored, file)
-    tensors = open_tensors(folder)
+    tensors = files.open_tensors(folder)
     config = from_json(stored, file, len(tensors))
-    flat = _empty_parameters(config, file)
-    expected = tensor_views(config, family, flat)
+    try:
+        shapes = parameter_shapes(config)
+        flat = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
+    except (MemoryError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} asks for arrays that cannot be allocated: {error}"
+        ) from error
     # Early checkpoints of Llama 2 also store the rotary frequencies.
     found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     quantized = {} if scheme is None else scheme.find(found)
     found = found.difference(*quantized.values()) | quantized.keys()
-    if config.tie_embeddings and {TABLE, HEAD} <= found:
-        if not np.array_equal(tensors[TABLE].read(), tensors[HEAD].read()):
-            raise CheckpointError(
-                f"{folder}: {HEAD} differs from {TABLE}, but {CONFIG} says "
-                "tie_word_embeddings"
-            )
-        found.remove(HEAD)
+    if config.tie_embeddings and {_TABLE, _HEAD} <= found:
+        if not np.array_equal(tensors[_TABLE].read(), tensors[_HEAD].read()):
+            but = f"but {CONFIG} says tie_word_embeddings"
+            raise CheckpointError(f"{folder}: {_HEAD} differs from {_TABLE}, {but}")
+        found.remove(_HEAD)
+    expected = tensor_views(config, family, flat)
     _check_names(folder, expected, found)
     for name in sorted(found):
         if scheme is not None and name in quantized:
@@ -84,113 +73,91 @@ def load(folder: str | Path) -> tuple[LlamaConfig, dict[str, Any]]:
     return config, flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
-def is_checkpoint(folder: str | Path) -> bool:
+def is_checkpoint(folder: Folder) -> bool:
     """Whether a folder holds a model in Hugging Face's format, or as a GGUF file."""
-    folder = Path(folder)
-    if not (folder / CONFIG).exists():
-        return any(folder.glob("*.gguf"))
-    return "model_type" in _read_config(folder)
+    if not (Path(folder) / CONFIG).exists():
+        return any(Path(folder).glob("*.gguf"))
+    return "model_type" in files.read_json(Path(folder) / CONFIG)
 
 
-def quantization(folder: str | Path) -> str | None:
+def quantization(folder: Folder) -> str | None:
     """The format of the INT8 weights of a checkpoint; None if they are floats."""
     scheme = scheme_of(_read_config(Path(folder)), Path(folder) / CONFIG)
     return None if scheme is None else scheme.name
 
 
 def save(
-    folder: str | Path,
+    folder: Folder,
     config: LlamaConfig,
     params: Mapping[str, Any],
     *,
-    like: str | Path | None = None,
+    like: Folder | None = None,
 ) -> None:
     """Writes a float32 checkpoint that `load` and transformers can read.
 
-    The folder, a new or an empty one, appears when it is complete. ``dtype``,
-    ``remat``, ``unroll`` and ``saved_bits`` are not stored.
-
     Args:
-        folder: The folder to write.
+        folder: A new or an empty folder, which appears when it is complete.
         config: The configuration of the model.
         params: The parameters of ``Llama(config)``, float32 arrays.
         like: The folder of a checkpoint that provides the family, the ids of special
             tokens, and the files of the tokenizer and of generation. None takes the
             first family that has the model's settings, and writes none of the others.
 
-    Raises:
-        FileExistsError: ``folder`` is a file or is not empty.
-        CheckpointError: ``params`` do not belong to ``Llama(config)``; the family lacks
-            a setting of ``config``; or ``like`` is damaged.
+    Raises FileExistsError, or CheckpointError if the arguments do not fit.
     """
     folder = Path(folder)
-    check_new(folder)
+    files.check_new(folder)
     flat = flax.traverse_util.flatten_dict(dict(params), sep="/")
     shapes = parameter_shapes(config)
     _check_names("params", shapes, flat)
     for path, shape in shapes.items():
         if flat[path].shape != shape or flat[path].dtype != jnp.float32:
-            raise CheckpointError(
-                f"params: {path} takes float32 {shape}, "
-                f"got {flat[path].dtype} {flat[path].shape}"
-            )
-    stored = config_json(config, like)
+            got = f"{flat[path].dtype} {flat[path].shape}"
+            raise CheckpointError(f"params: {path} takes float32 {shape}, got {got}")
+    stored, family = config_json(config, like)
     host = {path: np.asarray(array) for path, array in flat.items()}
-    views = tensor_views(config, FAMILIES[stored["model_type"]], host)
-    tensors = {name: view.join() for name, view in views.items()}
-    write_folder(folder, stored, tensors, like)
+    views = tensor_views(config, family, host)
+    write_folder(folder, stored, {name: x.join() for name, x in views.items()}, like)
 
 
 def write_folder(
     folder: Path,
     stored: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
-    like: str | Path | None,
+    like: Folder | None,
 ) -> None:
     """Writes config.json, tensors, and the files for generation of ``like``."""
-    with new_folder(folder) as complete:
+    with files.new_folder(folder) as complete:
         (complete / CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
         for name in () if like is None else _GENERATION:
             if (file := Path(like or "") / name).is_file():
                 shutil.copyfile(file, complete / name)
-        write_tensors(complete, tensors)
+        files.write_tensors(complete, tensors)
 
 
-def config_json(config: LlamaConfig, like: str | Path | None) -> dict[str, Any]:
-    """The content of config.json, with the ids of special tokens of ``like``."""
+def config_json(config: LlamaConfig, like: Folder | None) -> tuple[Any, Family]:
+    """The content of config.json, with ``like``'s ids of special tokens; its family."""
     if like is None:
-        return to_json(config)
-    file = Path(like) / CONFIG
-    source = read_json(file)
-    stored = to_json(config, family_of(source, file))
-    return stored | {key: source.get(key) for key in SPECIAL_TOKENS}
+        stored = to_json(config)
+        return stored, FAMILIES[stored["model_type"]]
+    source = files.read_json(Path(like) / CONFIG)
+    family = family_of(source, Path(like) / CONFIG)
+    ids = {key: source.get(key) for key in SPECIAL_TOKENS}
+    return to_json(config, family) | ids, family
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists() and any(folder.glob("*.gguf")):
         raise CheckpointError(
-            f"{folder} holds a GGUF file, which is not read: take the checkpoint that "
-            "it was exported from, or an export in another format"
+            f"{folder} holds a GGUF file, which is not read: take another export"
         )
-    return read_json(folder / CONFIG)
-
-
-def _empty_parameters(config: LlamaConfig, file: Path) -> dict[str, np.ndarray]:
-    try:
-        shapes = parameter_shapes(config)
-        return {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
-    except (MemoryError, OverflowError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} asks for arrays that cannot be allocated: {error}"
-        ) from error
+    return files.read_json(folder / CONFIG)
 
 
 def _fill(view: TensorView, tensor: np.ndarray, name: str) -> None:
     """Copies a tensor into its view."""
-    if tensor.shape != view.shape:
-        raise CheckpointError(
-            f"{name} has shape {tensor.shape}, {CONFIG} asks for {view.shape}"
-        )
+    if (found := tensor.shape) != (asked := view.shape):
+        raise CheckpointError(f"{name} has shape {found}, {CONFIG} asks for {asked}")
     for part, piece in zip(view.parts, view.split(tensor), strict=True):
         for start in range(0, part.shape[-2], _ROWS_PER_COPY):
             rows = slice(start, start + _ROWS_PER_COPY)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from examples.llama.fields import FromOne, Natural, Size, check_value
 from examples.llama.hf.families import FAMILIES, Family
 from examples.llama.hf.files import CONFIG, CheckpointError
 from examples.llama.model_config import LlamaConfig
@@ -14,27 +15,18 @@ from examples.llama.rotary import LinearScaling, Llama3Scaling, RopeScaling, Yar
 Json = Mapping[str, Any]
 
 # Fields of LlamaConfig and their keys in config.json.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "norm_eps": "rms_norm_eps",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_seq_len": "max_position_embeddings",
-}
+_FIELDS = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
+_FIELDS |= {"intermediate_size": "intermediate_size", "num_layers": "num_hidden_layers"}
+_FIELDS |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+_FIELDS |= {"head_dim": "head_dim", "norm_eps": "rms_norm_eps"}
+_FIELDS |= {"max_seq_len": "max_position_embeddings"}
 # Models without grouped queries omit the first, models whose heads share hidden_size
 # the second.
 _OPTIONAL = ("num_key_value_heads", "head_dim")
 # The values that the model implements; any other value means another architecture.
-_ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "partial_rotary_factor": (None, 1.0),
-    "dual_chunk_attention_config": (None,),
-}
+_ACCEPTED: dict[str, Any] = dict.fromkeys(("attention_bias", "mlp_bias"), (None, False))
+_ACCEPTED |= {"partial_rotary_factor": (None, 1.0)}
+_ACCEPTED |= {"dual_chunk_attention_config": (None,)}
 # The scalings of the rotary frequencies, by their type in config.json.
 _SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -45,19 +37,15 @@ _NOT_COMPARED = (
     *("rope_theta", "rope_scaling", "local_rope_theta", "nope_layers"),
     *("sliding_window", "sliding_layers", "query_pre_attn_scalar"),
 )
-# The ids of tokens, which are not part of a model; `save` takes them from a checkpoint.
+# Not part of a model; `save` takes them from a checkpoint.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def from_json(stored: Json, file: Path, tensors: int) -> LlamaConfig:
-    """Builds the configuration that ``config.json`` describes.
+    """Builds the configuration of a config.json, or raises CheckpointError.
 
     Errors name its ``file``. The number of ``tensors`` in the checkpoint limits the
     layers and experts.
-
-    Raises:
-        CheckpointError: A field is missing or out of range, or the model is not
-            supported.
     """
     family = family_of(stored, file)
     aliases = family.aliases.items()
@@ -72,23 +60,20 @@ def family_of(stored: Json, file: Path) -> Family:
     """Returns the family that a config.json names, or raises CheckpointError."""
     name = stored.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise CheckpointError(
-            f"{file}: model_type is {reprlib.repr(name)}, supported: "
-            + ", ".join(FAMILIES)
-        )
+        got, known = reprlib.repr(name), ", ".join(FAMILIES)
+        raise CheckpointError(f"{file}: model_type is {got}, supported: {known}")
     return FAMILIES[name]
 
 
 def to_json(config: LlamaConfig, family: Family | None = None) -> dict[str, Any]:
     """Returns the content of config.json; without a family, of the first that fits.
 
-    Raises:
-        CheckpointError: The family, or every family, lacks a setting of the model.
+    Raises CheckpointError if the family, or every family, lacks a setting of the model.
     """
-    lacking = None
+    lacking = ""
     for candidate in FAMILIES.values() if family is None else (family,):
         stored = _write(config, candidate)
-        if (lacking := _lacking(config, stored)) is None:
+        if not (lacking := _lacking(config, stored)):
             return stored
     if family is None:
         raise CheckpointError(
@@ -101,33 +86,35 @@ def _read(family: Family, stored: Json, tensors: int) -> LlamaConfig:
     rope, local_theta = _rope(family, stored)
     _check_supported(family, stored, rope)
     keys = {**_FIELDS, **family.keys}
-    fields = {name: stored.get(key) for name, key in keys.items()}
-    if stored.get("num_key_value_heads") is None:
+    fields: dict[str, Any] = {name: stored.get(key) for name, key in keys.items()}
+    if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
-    config = LlamaConfig(
+    # Before anything of this length is built.
+    for things in "layers", "experts":
+        if (key := keys.get(f"num_{things}")) is None:
+            continue
+        if (number := check_value(key, stored[key], Size)) > tensors:
+            raise ValueError(
+                f"asks for {number} {things}, the checkpoint has {tensors} tensors"
+            )
+    hidden_size = check_value("hidden_size", stored["hidden_size"], Size)
+    layers = range(fields["num_layers"])
+    nope = _nope_layers(stored, layers) if family.nope else ()
+    window = stored.get("sliding_window")
+    if family.has_switch and not stored.get("use_sliding_window"):
+        window = None
+    pattern = "" if window is None else family.window
+    slides = _sliding_layers(family, stored, layers, pattern, nope)
+    return LlamaConfig(
         **{**fields, **family.settings},
         rope_theta=rope.get("rope_theta", 10000.0),
         rope_scaling=_rope_scaling(family, stored, rope),
         local_rope_theta=local_theta,
         tie_embeddings=stored.get("tie_word_embeddings", False),
-    )
-    # Before anything of this length is built.
-    sizes = {"layers": config.num_layers, "experts": config.num_experts or 0}
-    for things, number in sizes.items():
-        if number > tensors:
-            raise ValueError(
-                f"asks for {number} {things}, the checkpoint has {tensors} tensors"
-            )
-    layers = range(config.num_layers)
-    nope = _nope_layers(stored, layers) if family.nope else ()
-    slides = _sliding_layers(family, stored, layers, nope)
-    every = len(slides) == config.num_layers
-    return dataclasses.replace(
-        config,
-        embed_scale=config.hidden_size**0.5 if family.scales_embeddings else 1.0,
+        embed_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
         nope_layers=nope,
-        sliding_window=_window(family, stored) if slides else None,
-        sliding_layers=None if every or not slides else slides,
+        sliding_window=window if slides else None,
+        sliding_layers=None if len(slides) in (0, len(layers)) else slides,
     )
 
 
@@ -138,18 +125,12 @@ def _check_supported(family: Family, stored: Json, rope: Json) -> None:
         **dict.fromkeys(family.unsupported, (None, False)),
     }
     for key, values in accepted.items():
-        value = rope.get(key, stored.get(key))
-        if value not in values:
-            raise ValueError(
-                f"{key} is {reprlib.repr(value)}, supported: "
-                + " or ".join(map(repr, values))
-            )
+        if (value := rope.get(key, stored.get(key))) not in values:
+            supported = " or ".join(map(repr, values))
+            raise ValueError(f"{key} is {reprlib.repr(value)}, supported: {supported}")
     for key in _FIELDS.values():
         if key not in stored and key not in _OPTIONAL:
             raise ValueError(f"lacks {key}")
-    for name in family.required:
-        if stored[key := family.keys[name]] is None:
-            raise ValueError(f"{key} takes an integer, got None")
 
 
 def _layer_list(stored: Json, key: str, layers: range, values: tuple[Any, ...]) -> Any:
@@ -157,60 +138,45 @@ def _layer_list(stored: Json, key: str, layers: range, values: tuple[Any, ...]) 
     listed = stored[key]
     is_list = isinstance(listed, list) and len(listed) == len(layers)
     if not is_list or any(value not in values for value in listed):
-        raise ValueError(
-            f"{key} takes {' or '.join(map(repr, values))} for each of the "
-            f"{len(layers)} layers, got {reprlib.repr(listed)}"
-        )
+        accepted, n = " or ".join(map(repr, values)), len(layers)
+        got = f"{n} layers, got {reprlib.repr(listed)}"
+        raise ValueError(f"{key} takes {accepted} for each of the {got}")
     return listed
 
 
 def _nope_layers(stored: Json, layers: range) -> tuple[int, ...]:
     if stored.get("no_rope_layers") is None:
-        interval = _integer(stored, "no_rope_layer_interval", 1)
+        key = "no_rope_layer_interval"
+        interval = check_value(key, stored.get(key), Size)
         return tuple(layers[interval - 1 :: interval])
     rotates = _layer_list(stored, "no_rope_layers", layers, (0, 1))
     return tuple(layer for layer in layers if not rotates[layer])
 
 
 def _sliding_layers(
-    family: Family, stored: Json, layers: range, nope: tuple[int, ...]
+    family: Family, stored: Json, layers: range, pattern: str, nope: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The layers with a sliding window: as listed, or as the family has them."""
-    kinds: tuple[str, ...] = (_FULL, _SLIDING)
     is_listed = stored.get("layer_types") is not None
-    if not (is_listed and family.layer_types):
-        slides: tuple[int, ...] = ()
-        match None if _window(family, stored) is None else family.window:
-            case "every" | "switched":
-                slides = tuple(layers)
-            case "unrotated":
-                slides = nope
-            case "last":
-                slides = tuple(layers[_integer(stored, "max_window_layers", 0) :])
-            case "pattern":
-                n = _integer(stored, "sliding_window_pattern", 1)
-                slides = tuple(layer for layer in layers if (layer + 1) % n)
-        if not is_listed:
-            return slides
-        kinds = (_SLIDING if slides else _FULL,)  # transformers does not read the list
-    listed = _layer_list(stored, "layer_types", layers, kinds)
-    return tuple(layer for layer in layers if listed[layer] == _SLIDING)
-
-
-def _window(family: Family, stored: Json) -> Any:
-    """The width of the sliding window; None if the model has none."""
-    if family.has_switch and not stored.get("use_sliding_window"):
-        return None
-    return stored.get("sliding_window")
-
-
-def _integer(stored: Json, key: str, lowest: int) -> int:
-    value = stored.get(key)
-    if type(value) is not int or value < lowest:
-        raise ValueError(
-            f"{key} takes an integer of at least {lowest}, got {reprlib.repr(value)}"
-        )
-    return value
+    if is_listed and family.layer_types:
+        types = _layer_list(stored, "layer_types", layers, (_FULL, _SLIDING))
+        return tuple(layer for layer in layers if types[layer] == _SLIDING)
+    slides: tuple[int, ...] = ()
+    match pattern:
+        case "every" | "switched":
+            slides = tuple(layers)
+        case "unrotated":
+            slides = nope
+        case "last":
+            first = stored.get("max_window_layers")
+            slides = tuple(layers[check_value("max_window_layers", first, Natural) :])
+        case "pattern":
+            n: Any = stored.get("sliding_window_pattern")
+            check_value("sliding_window_pattern", n, Size)
+            slides = tuple(layer for layer in layers if (layer + 1) % n)
+    if is_listed:  # transformers does not read the list
+        _layer_list(stored, "layer_types", layers, (_SLIDING if slides else _FULL,))
+    return slides
 
 
 def _rope(family: Family, stored: Json) -> tuple[dict[str, Any], float | None]:
@@ -221,30 +187,21 @@ def _rope(family: Family, stored: Json) -> tuple[dict[str, Any], float | None]:
     local_key = family.local_rope_key
     local = {"rope_theta": None if local_key is None else stored[local_key]}
     for key in ("rope_scaling", "rope_parameters"):
-        entries = _object(stored, key)
+        entries = check_value(key, stored.get(key), dict | None) or {}
         if entries.keys().isdisjoint((_FULL, _SLIDING)):
             entries = {_FULL: entries}
         elif local_key is None:
             raise ValueError(
                 f"{key} takes one rotation for all layers of a {family.model_type}"
             )
-        rope |= _object(entries, _FULL)
-        local |= _object(entries, _SLIDING)
+        for kind, found in (_FULL, rope), (_SLIDING, local):
+            found |= check_value(kind, entries.get(kind), dict | None) or {}
     if _rope_type(local) != "default" or local.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"rope_parameters takes the default rotation for {_SLIDING}, got "
-            f"{reprlib.repr(local)}"
-        )
-    if local_key is not None and local["rope_theta"] is None:
-        raise ValueError(f"{local_key} takes a number, got None")
+        rotation, got = f"the default rotation for {_SLIDING}", reprlib.repr(local)
+        raise ValueError(f"rope_parameters takes {rotation}, got {got}")
+    if local_key is not None:
+        check_value(local_key, local["rope_theta"], FromOne)
     return rope, local["rope_theta"]
-
-
-def _object(stored: Json, key: str) -> dict[str, Any]:
-    value = stored.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{key} takes an object, got {reprlib.repr(value)}")
-    return value or {}
 
 
 def _rope_type(rope: Json) -> Any:
@@ -254,25 +211,24 @@ def _rope_type(rope: Json) -> Any:
 def _rope_scaling(family: Family, stored: Json, rope: Json) -> RopeScaling | None:
     rope_type = _rope_type(rope)
     if rope_type not in family.rope_types:
+        given, supported = reprlib.repr(rope_type), ", ".join(family.rope_types)
         raise ValueError(
-            f"RoPE type {reprlib.repr(rope_type)} is not supported in a "
-            f"{family.model_type}, supported: {', '.join(family.rope_types)}"
+            f"RoPE type {given} is not supported in a {family.model_type}, supported: "
+            f"{supported}"
         )
     if rope_type == "default":
         return None
-    scaling, entries = _SCALINGS[rope_type], rope
+    scaling, entries = _SCALINGS[rope_type], dict(rope)
     if scaling is YarnScaling:
         if rope.get("mscale") and rope.get("mscale_all_dim"):
-            raise ValueError(
-                "mscale and mscale_all_dim are not supported: set attention_factor"
-            )
-        context = stored["max_position_embeddings"]
-        entries = {"original_max_position_embeddings": context, "truncate": True}
-        entries |= {**rope, "beta_fast": rope.get("beta_fast") or 32.0}
+            keys = "mscale and mscale_all_dim"
+            raise ValueError(f"{keys} are not supported: set attention_factor")
+        length = "original_max_position_embeddings"
+        entries = {length: stored["max_position_embeddings"], "truncate": True, **rope}
+        entries["beta_fast"] = rope.get("beta_fast") or 32.0
         entries["beta_slow"] = rope.get("beta_slow") or 1.0
     names = (field.name for field in dataclasses.fields(scaling))
-    factors: dict[str, Any] = {name: entries.get(name) for name in names}
-    return scaling(**factors)
+    return scaling(**{name: entries.get(name) for name in names})
 
 
 def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
@@ -296,13 +252,12 @@ def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     if (key := family.keys.get("query_pre_attn_scalar")) and stored[key] is None:
         stored[key] = config.head_dim
     kinds = config.layer_kinds()
-    if family.window != "none":
+    if family.window:
         stored["sliding_window"] = config.sliding_window
     if family.has_switch:
         stored["use_sliding_window"] = config.sliding_window is not None
     if family.layer_types:
-        types = [_FULL if kind.window is None else _SLIDING for kind in kinds]
-        stored["layer_types"] = types
+        stored["layer_types"] = [_SLIDING if kind.window else _FULL for kind in kinds]
     if family.local_rope_key is not None:
         stored[family.local_rope_key] = config.local_rope_theta or config.rope_theta
     if family.nope:
@@ -310,22 +265,21 @@ def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     return stored
 
 
-def _lacking(config: LlamaConfig, stored: Json) -> str | None:
-    """What a config.json of `_write` lacks of a model; None if it is complete."""
+def _lacking(config: LlamaConfig, stored: Json) -> str:
+    """What a config.json of `_write` lacks of a model; empty if it is complete."""
     try:
         tensors = max(config.num_layers, config.num_experts or 0)
-        described = from_json(stored, Path(CONFIG), tensors)
+        described = _settings(from_json(stored, Path(CONFIG), tensors))
     except CheckpointError as error:
         return f"settings ({error})"
-    names = [field.name for field in dataclasses.fields(config)]
-    differing = [
-        name
-        for name in names
-        if name not in _NOT_COMPARED
-        and getattr(described, name) != getattr(config, name)
-    ]
-    if described.layer_kinds() != config.layer_kinds():
-        differing.append("kinds of layers")
-    if described.score_scale() != config.score_scale():
-        differing.append("query_pre_attn_scalar")
-    return ", ".join(differing) or None
+    own = _settings(config)
+    return ", ".join(name for name, value in described.items() if value != own[name])
+
+
+def _settings(config: LlamaConfig) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(config))
+    return {
+        **{name: getattr(config, name) for name in names if name not in _NOT_COMPARED},
+        "kinds of layers": config.layer_kinds(),
+        "query_pre_attn_scalar": config.score_scale(),
+    }

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import flax.traverse_util
@@ -13,15 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import fbq_jax
+from examples.llama.hf import gguf_file
 from examples.llama.hf.checkpoint import config_json, write_folder
-from examples.llama.hf.families import FAMILIES, Family
-from examples.llama.hf.files import check_new, new_folder
-from examples.llama.hf.tensor_views import (
-    GATE_UP,
-    ROUTER,
-    parameter_shapes,
-    tensor_views,
-)
+from examples.llama.hf.families import Family
+from examples.llama.hf.files import Folder, check_new, new_folder
+from examples.llama.hf.tensor_views import ROUTER, parameter_shapes, tensor_views
 from examples.llama.model import Llama
 from examples.llama.projections import fuses
 from fbq_jax.export import FORMATS, BlockWeight, ExportError, frozen_weights
@@ -31,14 +26,10 @@ _TURN = 128
 _TOKENS = jax.ShapeDtypeStruct((1, 2), jnp.int32)
 
 
-def check_exportable(
-    name: str, model: Llama, *, like: str | Path | None = None
-) -> None:
+def check_exportable(name: str, model: Llama, *, like: Folder | None = None) -> None:
     """Checks, before a model is trained, that `export` takes it.
 
-    Raises:
-        ExportError: The model cannot be exported.
-        CheckpointError: No family has the settings of the model.
+    Raises ExportError, or CheckpointError if no family has the model's settings.
     """
     if name not in FORMATS:
         raise ExportError(f"export takes one of {', '.join(FORMATS)}, got {name!r}")
@@ -46,13 +37,12 @@ def check_exportable(
         raise ExportError(
             f"{name} stores INT8 codes: export takes a model with an INT8 recipe"
         )
-    family = FAMILIES[config_json(model.config, like)["model_type"]]
+    _, family = config_json(model.config, like)
     if name == "gguf":
-        _gguf_file().check(model.config, family, like)
+        gguf_file.check(model.config, family, like)
     # One layer stands for all, and a number for each scale shows how blocks lie.
-    one = dataclasses.replace(
-        model.config, num_layers=1, nope_layers=(), sliding_layers=None
-    )
+    layers: dict[str, Any] = {"nope_layers": (), "sliding_layers": None}
+    one = dataclasses.replace(model.config, num_layers=1, **layers)
     one_layer = Llama(one, model.dot_general)
 
     def frozen() -> dict[str, Any]:
@@ -60,30 +50,33 @@ def check_exportable(
         variables = one_layer.init(jax.random.key(0), tokens)
         return fbq_jax.freeze(one_layer, variables, _TOKENS)
 
-    numbered = jax.tree.map(_numbered, jax.eval_shape(frozen))
-    FORMATS[name](_weights(one_layer, family, numbered), np.dtype(one.dtype))
+    def numbered(x: jax.ShapeDtypeStruct) -> np.ndarray:
+        if x.dtype == jnp.int8:  # codes
+            return np.zeros(x.shape, x.dtype)
+        return (1 + np.arange(x.size, dtype=x.dtype) / x.size).reshape(x.shape)
+
+    variables = jax.tree.map(numbered, jax.eval_shape(frozen))
+    FORMATS[name](_weights(one_layer, family, variables), np.dtype(one.dtype))
 
 
 def export(
-    folder: str | Path,
+    folder: Folder,
     name: str,
     model: Llama,
     variables: Mapping[str, Any],
     *,
-    like: str | Path | None = None,
+    like: Folder | None = None,
 ) -> None:
     """Writes a checkpoint with the INT8 codes that the model multiplies by.
 
-    The codes of projections are those of ``fbq_jax.freeze``; all other parameters are
-    in ``model.config.dtype``. The format "gguf" writes the file model-Q8_0.gguf, every
-    other one a checkpoint of transformers. ``variables`` are those before or after
-    ``freeze``. Other arguments and errors are those of `save` and `check_exportable`.
+    ``variables`` are those before or after ``fbq_jax.freeze``. Parameters without codes
+    are in ``model.config.dtype``. The format "gguf" writes the file model-Q8_0.gguf,
+    every other one a checkpoint of transformers; ``like`` is as in `save`.
     """
     folder, config = Path(folder), model.config
     check_new(folder)
     check_exportable(name, model, like=like)
-    stored = config_json(config, like)
-    family = FAMILIES[stored["model_type"]]
+    stored, family = config_json(config, like)
     if len(_arrays(variables)) == len(parameter_shapes(config)):
         variables = fbq_jax.freeze(model, variables, _TOKENS)
     dtype = np.dtype(config.dtype)
@@ -94,7 +87,7 @@ def export(
     if name == "gguf":
         with new_folder(folder) as part:
             file = part / "model-Q8_0.gguf"
-            _gguf_file().write(file, config, family, tensors, others, like)
+            gguf_file.write(file, config, family, tensors, others, like)
         return
     if "ignore" in quantization and config.num_experts is not None:
         (router,) = family.tensors_of(ROUTER)  # is not quantized
@@ -105,39 +98,19 @@ def export(
     write_folder(folder, stored, tensors, like)
 
 
-def _gguf_file() -> ModuleType:
-    try:
-        from examples.llama.hf import gguf_file
-    except ModuleNotFoundError as error:
-        if error.name != "gguf":
-            raise
-        raise ExportError(
-            "gguf takes the package of this name: pip install 'fbq-jax[examples]'"
-        ) from error
-    return gguf_file
-
-
-def _numbered(x: jax.ShapeDtypeStruct) -> np.ndarray:
-    """An array of other values in every scale, and of zeros in place of codes."""
-    if x.dtype == jnp.int8:
-        return np.zeros(x.shape, x.dtype)
-    return (1 + np.arange(x.size, dtype=x.dtype) / x.size).reshape(x.shape)
-
-
 def _arrays(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters by path, without those that are frozen."""
     flat = flax.traverse_util.flatten_dict(dict(variables["params"]), sep="/")
     return {path: leaf for path, leaf in flat.items() if jax.tree.leaves(leaf)}
 
 
-def _weights(
-    model: Llama, family: Family, variables: Mapping[str, Any]
-) -> dict[str, BlockWeight]:
+def _weights(model: Llama, family: Family, variables: Any) -> dict[str, BlockWeight]:
     """The weights of frozen projections by the names of their tensors."""
     weights = {}
     for path, weight in frozen_weights(variables).items():
         codes, scales = weight.codes, weight.scales
-        if path == GATE_UP and fuses(model.config, model.dot_general):
+        in_turns = path == "layers/mlp/gate_up/kernel"
+        if in_turns and fuses(model.config, model.dot_general):
             codes, scales = _gate_then_up(codes), _gate_then_up(scales)
         # A kernel has its outputs in the last axis.
         codes_by_name, scales_by_name = (

@@ -9,10 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 
 def _layer(tensor: str, *parts: str) -> tuple[str, ...]:
-    """The names of tensors of a layer, one for each part, which takes the place of %s.
-
-    The first "{}" of a name stands for the layer, and the second for the expert.
-    """
+    """The tensors of a layer, the first "{}", with each part in place of %s."""
     tensors = [tensor % part for part in parts] or [tensor]
     return tuple(f"model.layers.{{}}.{tensor}" for tensor in tensors)
 
@@ -53,13 +50,11 @@ class Family(NamedTuple):
     gguf: str  # the architecture of llama.cpp
     settings: Mapping[str, Any] = {}  # fields of LlamaConfig that all its models share
     keys: Mapping[str, str] = {}  # keys of config.json for further fields, by field
-    required: tuple[str, ...] = ()  # fields of `keys` that every model has
     # The keys under which newer versions of transformers store others.
     aliases: Mapping[str, str] = {}
     # What transformers assumes for keys that config.json lacks.
     defaults: Mapping[str, Any] = {}
-    # Keys with the only value that the model implements, and keys that take null or
-    # false only, beside those of every family.
+    # Keys with their only value, and keys that take null or false only.
     constants: Mapping[str, Any] = {"hidden_act": "silu"}
     unsupported: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -67,9 +62,7 @@ class Family(NamedTuple):
     # layer_types: no layer; every layer; all but every n-th layer, where
     # sliding_window_pattern is n; or, if use_sliding_window is true, every layer, those
     # from max_window_layers on or those that do not rotate.
-    window: Literal["none", "every", "pattern", "switched", "last", "unrotated"] = (
-        "none"
-    )
+    window: Literal["", "every", "pattern", "switched", "last", "unrotated"] = ""
     layer_types: bool = False  # whether transformers reads them
     # The key of the rotary base of layers with a sliding window.
     local_rope_key: str | None = None
@@ -100,17 +93,15 @@ _GEMMA: dict[str, Any] = {
         "layers/post_mlp_norm/scale": _layer("post_feedforward_layernorm.weight"),
     },
 }
-_GEMMA_KEYS = {
-    "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "logit_softcap": "final_logit_softcapping",
-}
-_GEMMA_SETTINGS = {"unit_offset_norms": True, "post_norms": True} | {
-    "activation": "gelu_tanh"
-}
+_GEMMA_KEYS = {"query_pre_attn_scalar": "query_pre_attn_scalar"}
+_GEMMA_KEYS |= {"logit_softcap": "final_logit_softcapping"}
+_GEMMA_SETTINGS: dict[str, Any] = {"unit_offset_norms": True, "post_norms": True}
+_GEMMA_SETTINGS |= {"activation": "gelu_tanh"}
 _GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GEMMA_DEFAULTS |= {"query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
 _QWEN_DEFAULTS |= {"max_window_layers": 28}
+_QWEN: dict[str, Any] = {"window": "last", "layer_types": True}
 _EXPERT_KEYS = {"top_k": "num_experts_per_tok"}
 _EXPERT_KEYS |= {"router_aux_loss_coef": "router_aux_loss_coef"}
 
@@ -118,11 +109,8 @@ _EXPERT_KEYS |= {"router_aux_loss_coef": "router_aux_loss_coef"}
 _FAMILIES = (
     Family("llama", "LlamaForCausalLM", "llama"),
     Family(
-        *("qwen2", "Qwen2ForCausalLM", "qwen2"),
-        settings={"qkv_bias": True},
-        defaults=_QWEN_DEFAULTS,
-        window="last",
-        layer_types=True,
+        *("qwen2", "Qwen2ForCausalLM", "qwen2", {"qkv_bias": True}),
+        **{"defaults": _QWEN_DEFAULTS, **_QWEN},
     ),
     Family(
         *("mistral", "MistralForCausalLM", "llama"),
@@ -130,11 +118,8 @@ _FAMILIES = (
         window="every",
     ),
     Family(
-        *("qwen3", "Qwen3ForCausalLM", "qwen3"),
-        settings={"qk_norm": True},
-        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
-        window="last",
-        layer_types=True,
+        *("qwen3", "Qwen3ForCausalLM", "qwen3", {"qk_norm": True}),
+        **{"defaults": {**_QWEN_DEFAULTS, "head_dim": 128}, **_QWEN},
     ),
     Family(
         *("smollm3", "SmolLM3ForCausalLM", "smollm3"),
@@ -145,8 +130,7 @@ _FAMILIES = (
         nope=True,
     ),
     Family(
-        *("gemma2", "Gemma2ForCausalLM", "gemma2"),
-        settings=_GEMMA_SETTINGS,
+        *("gemma2", "Gemma2ForCausalLM", "gemma2", _GEMMA_SETTINGS),
         keys={**_GEMMA_KEYS, "attn_softcap": "attn_logit_softcapping"},
         defaults={**_GEMMA_DEFAULTS, "sliding_window_pattern": 2}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -168,15 +152,14 @@ _FAMILIES = (
         rope_types=("default",),
         window="every",
         tensors={
-            "layers/attention/qkv/dense/kernel": _layer("self_attn.qkv_proj.weight")
-            * 3,
-            "layers/mlp/gate_up/kernel": _layer("mlp.gate_up_proj.weight") * 2,
+            "layers/attention/qkv/dense/kernel": 3
+            * _layer("self_attn.qkv_proj.weight"),
+            "layers/mlp/gate_up/kernel": 2 * _layer("mlp.gate_up_proj.weight"),
         },
     ),
     Family(
         *("mixtral", "MixtralForCausalLM", "llama"),
         keys={**_EXPERT_KEYS, "num_experts": "num_local_experts"},
-        required=("num_experts",),
         defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "num_local_experts": 8}
         | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
         unsupported=("router_jitter_noise",),
@@ -184,22 +167,22 @@ _FAMILIES = (
         tensors=_experts("block_sparse_moe", "w1", "w3", "w2"),
     ),
     Family(
-        *("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe"),
-        settings={"qk_norm": True},
-        # Its intermediate_size is the width of layers without experts, which are not
-        # supported.
+        *("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe", {"qk_norm": True}),
+        # Its intermediate_size is the width of layers without experts.
         keys={**_EXPERT_KEYS, "num_experts": "num_experts"}
         | {"intermediate_size": "moe_intermediate_size"}
         | {"renormalize": "norm_topk_prob"},
-        required=("num_experts",),
         aliases={"num_local_experts": "num_experts"},
         defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128}
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
         | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
         | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         # Otherwise some layers have an MLP in place of experts.
-        constants={"hidden_act": "silu", "decoder_sparse_step": 1}
-        | {"mlp_only_layers": []},
+        constants={
+            "hidden_act": "silu",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
         window="switched",
     ),
 )

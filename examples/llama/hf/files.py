@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import reprlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,32 +14,34 @@ import safetensors
 import safetensors.numpy
 import tokenizers
 
+from examples.llama.errors import UserError
+
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+Folder = str | Path
 # The dtypes of weights in floats, as safetensors names them.
 FLOATS = ("F32", "F16", "BF16")
 # The size above which weights are written in shards, as transformers does.
 _SHARD_BYTES = 5 * 10**9
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint is damaged, or its model is not supported."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object from a file, or raises CheckpointError."""
+    if not file.parent.exists():
+        raise CheckpointError(
+            f"{file.parent} does not exist; a model is a folder on this machine, such "
+            "as 'hf download NAME --local-dir DIR' makes of one on the Hub"
+        )
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
-        text = f"{file} does not exist"
-        if not file.parent.exists():
-            text = (
-                f"{file.parent} does not exist; a model is a folder on this machine, "
-                "such as 'hf download NAME --local-dir DIR' makes of one on the Hub"
-            )
-        raise CheckpointError(text) from None
+        raise CheckpointError(f"{file} does not exist") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -48,11 +51,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
-    """Reads the ``tokenizer.json`` of a folder; None if it has none.
-
-    Raises CheckpointError if it is damaged.
-    """
+def load_tokenizer(folder: Folder) -> tokenizers.Tokenizer | None:
+    """Reads the ``tokenizer.json`` of a folder; None if it has none."""
     file = Path(folder) / TOKENIZER
     if not file.exists():
         return None
@@ -73,10 +73,8 @@ class Stored(NamedTuple):
         """Reads the tensor; raises CheckpointError if it has another dtype."""
         dtype = self.opened.get_slice(self.name).get_dtype()
         if dtype not in dtypes:
-            raise CheckpointError(
-                f"{self.file}: {self.name} is {dtype}, supported are "
-                f"{', '.join(dtypes)}"
-            )
+            given = f"{self.file}: {self.name} is {dtype}"
+            raise CheckpointError(f"{given}, supported are {', '.join(dtypes)}")
         return self.opened.get_tensor(self.name)
 
 
@@ -93,28 +91,19 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} lacks weight_map, an object")
+    for name in weight_map.values():
+        if not re.fullmatch(r"[^/\0]+\.safetensors", str(name)):
+            takes = f"takes names of files beside it, got {reprlib.repr(name)}"
+            raise CheckpointError(f"{index}: weight_map {takes}")
     found: dict[str, Stored] = {}
-    for file in sorted({_beside(index, name) for name in weight_map.values()}):
-        if not file.is_file():
+    for name in sorted(set(weight_map.values())):
+        if not (file := folder / name).is_file():
             raise CheckpointError(f"{file} does not exist; {_INDEX} lists it")
         held = _open(file)
-        missing = {t for t in weight_map if weight_map[t] == file.name} - held.keys()
-        if missing:
+        if missing := {t for t in weight_map if weight_map[t] == name} - held.keys():
             raise CheckpointError(f"{file} lacks {min(missing)}, see the index")
-        own = (name for name in held if weight_map.get(name, file.name) == file.name)
-        found |= {name: held[name] for name in own}
+        found |= {t: held[t] for t in held if weight_map.get(t, name) == name}
     return found
-
-
-def _beside(index: Path, name: Any) -> Path:
-    """The file that an index names, which must lie beside it."""
-    plain = isinstance(name, str) and name == Path(name).name and "\0" not in name
-    if not plain or name in ("", ".."):
-        raise CheckpointError(
-            f"{index}: weight_map takes names of files beside it, got "
-            f"{reprlib.repr(name)}"
-        )
-    return index.with_name(name)
 
 
 def _open(file: Path) -> dict[str, Stored]:
@@ -149,13 +138,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes the weights of a checkpoint: one file, or shards and their index."""
     shards: list[dict[str, np.ndarray]] = [{}]
-    size = total = 0
     for name, tensor in tensors.items():
+        size = sum(array.nbytes for array in shards[-1].values())
         if shards[-1] and size + tensor.nbytes > _SHARD_BYTES:
             shards.append({})
-            size = 0
         shards[-1][name] = np.ascontiguousarray(tensor)
-        size, total = size + tensor.nbytes, total + tensor.nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -164,5 +151,6 @@ def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
         path = folder / weight_map[next(iter(shard))]
         safetensors.numpy.save_file(shard, path, {"format": "pt"})
     if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,8 +1,7 @@
 """Writes models as GGUF files, which llama.cpp loads.
 
-llama.cpp computes a model by its architecture, and most of what `LlamaConfig` can vary
-is fixed there. `check` refuses a model that the architecture of its family would
-compute otherwise.
+llama.cpp computes a model by its architecture, where most of what `LlamaConfig` can
+vary is fixed. `check` refuses a model that its architecture would compute otherwise.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ from examples.llama.model_config import LlamaConfig
 from examples.llama.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from fbq_jax.export import ExportError
 
+Arrays = Mapping[str, np.ndarray]
 # The architectures that rotate channel 2i with channel 2i + 1, where transformers has
 # i and i + head_dim / 2.
 _INTERLEAVED = ("llama", "smollm3")
@@ -31,15 +31,12 @@ _SHARED_WIDTH = ("qwen2", "phi3")
 # With so many layers, scores are divided by sqrt(hidden_size / heads), not by
 # sqrt(head_dim).
 _LARGEST = {"gemma2": 46, "gemma3": 62}
-# The version of the layout of quantized blocks.
-_QUANTIZATION_VERSION = 2
 
 
 def check(config: LlamaConfig, family: Family, like: str | Path | None) -> None:
-    """Checks that llama.cpp computes the model and reads the tokenizer of ``like``.
+    """Raises ExportError if llama.cpp would compute another model or read other text.
 
-    Raises:
-        ExportError: llama.cpp would compute something else.
+    ``like`` is the folder of a checkpoint with the tokenizer.
     """
     if problems := list(_problems(config, family.gguf)):
         raise ExportError(f"llama.cpp's {family.gguf} {', and '.join(problems)}")
@@ -51,35 +48,27 @@ def write(
     file: Path,
     config: LlamaConfig,
     family: Family,
-    blocks: Mapping[str, np.ndarray],
-    floats: Mapping[str, np.ndarray],
+    blocks: Arrays,
+    floats: Arrays,
     like: str | Path | None,
 ) -> None:
     """Writes a GGUF file of a model that `check` has accepted.
 
-    Args:
-        file: The file to write.
-        config: The configuration of the model. Matrices in ``floats`` are stored in its
-            dtype, vectors and routers in float32.
-        family: The family that it is exported as.
-        blocks: The blocks of Q8_0 of projections, uint8 [N, K / 32 * 34], by the names
-            of their tensors in transformers. The experts of a layer become one tensor.
-        floats: The other tensors, float32, by the same names.
-        like: The folder of a checkpoint that provides the tokenizer and the chat
-            template; without one, llama.cpp's library takes ids of tokens.
+    ``blocks`` has the blocks of Q8_0 of projections, uint8 [N, K / 32 * 34], by the
+    names of their tensors in transformers, and ``floats`` the other tensors, float32.
+    The checkpoint ``like`` provides the tokenizer and the chat template; without one,
+    llama.cpp's library takes ids of tokens.
     """
     with contextlib.closing(gguf.GGUFWriter(file, family.gguf)) as writer:
-        writer.add_quantization_version(_QUANTIZATION_VERSION)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-        _add_sizes(writer, config)
-        _add_rotation(writer, config)
-        stored = None
-        if like is not None:
-            stored = read_tokenizer(Path(like), config.vocab_size)
-        if like is None or stored is None:
+        _add_entries(writer, config)
+        folder = Path(like or "")
+        stored = read_tokenizer(folder, config.vocab_size) if like else None
+        if stored is None:
             writer.add_tokenizer_model("no_vocab")
         else:
-            add_tokenizer(writer, stored, Path(like), config.vocab_size)
+            add_tokenizer(writer, stored, folder, config.vocab_size)
         _add_tensors(writer, config, blocks, floats)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -118,69 +107,66 @@ def _problems(config: LlamaConfig, architecture: str) -> Iterator[str]:
     if isinstance(scaling, YarnScaling):
         if n > 1:
             yield "does not scale RoPE as YaRN does"
-        context = scaling.original_max_position_embeddings
-        # The paper's, with this factor and context.
-        usual = YarnScaling(
-            factor=scaling.factor, original_max_position_embeddings=context
-        )
-        if scaling != usual:
+        sizes = ("factor", "original_max_position_embeddings")
+        if scaling != YarnScaling(**{name: getattr(scaling, name) for name in sizes}):
             yield "takes YaRN without settings beside its factor and context"
 
 
-def _add_sizes(writer: Any, config: LlamaConfig) -> None:
-    writer.add_context_length(config.max_seq_len)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    if config.num_experts is not None:
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.top_k)
-        writer.add_expert_feed_forward_length(config.intermediate_size)
-    if config.attn_softcap is not None:
-        writer.add_attn_logit_softcapping(config.attn_softcap)
-    if config.logit_softcap is not None:
-        writer.add_final_logit_softcapping(config.logit_softcap)
-    if writer.arch in _WINDOW_INTERVAL:  # without an entry, it would be a default
-        writer.add_sliding_window(config.sliding_window or config.max_seq_len)
-
-
-def _add_rotation(writer: Any, config: LlamaConfig) -> None:
-    """The entries, and the tensor, that describe RoPE."""
-    scaling = config.rope_scaling
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    if config.local_rope_theta is not None:
-        writer.add_rope_freq_base_swa(config.local_rope_theta)
-    # Phi-3's architecture asks for it in every model.
-    original = getattr(scaling, "original_max_position_embeddings", config.max_seq_len)
-    writer.add_rope_scaling_orig_ctx_len(original)
+def _add_entries(writer: Any, config: LlamaConfig) -> None:
+    """Adds the entries, and the tensor, that describe the model."""
+    scaling, is_mixture = config.rope_scaling, config.num_experts is not None
+    length = "original_max_position_embeddings"
+    window = None
+    if writer.arch in _WINDOW_INTERVAL:  # where it would have a default
+        window = config.sliding_window or config.max_seq_len
+    entries = {
+        "context_length": config.max_seq_len,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_heads,
+        "head_count_kv": config.num_kv_heads,
+        **dict.fromkeys(("key_length", "value_length"), config.head_dim),
+        "vocab_size": config.vocab_size,
+        "layer_norm_rms_eps": config.norm_eps,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.top_k if is_mixture else None,
+        "expert_feed_forward_length": config.intermediate_size if is_mixture else None,
+        "attn_logit_softcapping": config.attn_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": window,
+        "rope_dimension_count": config.head_dim,
+        "rope_freq_base": config.rope_theta,
+        "rope_freq_base_swa": config.local_rope_theta,
+        # Phi-3's architecture asks for it in every model.
+        "rope_scaling_orig_ctx_len": getattr(scaling, length, config.max_seq_len),
+    }
+    for name, value in entries.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
     if isinstance(scaling, Llama3Scaling):
         channels = np.arange(0, config.head_dim, 2)
         frequencies = config.rope_theta ** -(channels / config.head_dim)
         divisors = (frequencies / scaling.scale(frequencies)).astype(np.float32)
         writer.add_tensor("rope_freqs.weight", divisors)
     elif scaling is not None:
-        types = gguf.RopeScalingType
-        linear = isinstance(scaling, LinearScaling)
-        writer.add_rope_scaling_type(types.LINEAR if linear else types.YARN)
+        is_linear = isinstance(scaling, LinearScaling)
+        kind = gguf.RopeScalingType.LINEAR if is_linear else gguf.RopeScalingType.YARN
+        writer.add_rope_scaling_type(kind)
         writer.add_rope_scaling_factor(scaling.factor)
 
 
 def _add_tensors(
-    writer: Any,
-    config: LlamaConfig,
-    blocks: Mapping[str, np.ndarray],
-    floats: Mapping[str, np.ndarray],
+    writer: Any, config: LlamaConfig, blocks: Arrays, floats: Arrays
 ) -> None:
+    """Adds matrices in the dtype of the model, vectors and routers in float32."""
     architectures = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(architectures[writer.arch], config.num_layers)
-    blocks = _join_experts(blocks)
+    joined: dict[str, list[np.ndarray]] = {}  # the experts of a layer are one tensor
+    for tensor, array in blocks.items():
+        name = re.sub(r"\.experts\.\d+\.", ".experts.", tensor)
+        joined.setdefault(name, []).append(array)
+    blocks = {t: np.stack(x) if ".experts." in t else x[0] for t, x in joined.items()}
     for tensor, array in {**floats, **blocks}.items():
         rotated = ".q_proj." in tensor or ".k_proj." in tensor
         if rotated and writer.arch in _INTERLEAVED:
@@ -198,17 +184,5 @@ def _add_tensors(
         else:
             kind = gguf.GGMLQuantizationType.BF16
             array = array.astype(config.dtype).view(np.uint8)
-        name = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(name, np.ascontiguousarray(array), raw_dtype=kind)
-
-
-def _join_experts(blocks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Joins the experts of a layer, ``"....experts.3.w1.weight"``, in one tensor."""
-    joined: dict[str, list[np.ndarray]] = {}
-    for tensor, array in blocks.items():
-        name = re.sub(r"\.experts\.\d+\.", ".experts.", tensor)
-        joined.setdefault(name, []).append(array)
-    return {
-        tensor: np.stack(arrays) if ".experts." in tensor else arrays[0]
-        for tensor, arrays in joined.items()
-    }
+        stored = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(stored, np.ascontiguousarray(array), raw_dtype=kind)

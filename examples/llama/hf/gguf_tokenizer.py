@@ -1,10 +1,9 @@
 """The tokenizer of a checkpoint as the metadata of a GGUF file.
 
-llama.cpp has tokenizers of its own. Two of them read what ``tokenizer.json`` holds:
-``gpt2``, byte-level BPE, which knows how text is split by a name; and ``llama``, the
-BPE of SentencePiece, in which the scores of tokens order the merges. Their tokens are
-those of ``tokenizers``, except that ``llama`` puts a space after special tokens too,
-where a tokenizer puts one before a text.
+Two of llama.cpp's tokenizers read what ``tokenizer.json`` holds: ``gpt2``, byte-level
+BPE, which knows how text is split by a name; and ``llama``, SentencePiece's BPE, in
+which the scores of tokens order the merges. Their tokens are those of ``tokenizers``,
+except that ``llama`` also puts a space after special tokens.
 """
 
 import json
@@ -54,10 +53,9 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Json | None:
             "takes BPE with SentencePiece's spaces and bytes, or with the splits of "
             f"{', '.join(_SPLITS.values())}"
         )
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
-    if largest >= vocab_size:
+    if (last := max(tokenizer.get_vocab().values())) >= vocab_size:
         raise ExportError(
-            f"{file} has a token {largest}, the model has {vocab_size} tokens"
+            f"{file} has a token {last}, the model has {vocab_size} tokens"
         )
     return stored
 
@@ -69,25 +67,29 @@ def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> N
     """
     model, spaces = stored["model"], _is_sentencepiece(stored)
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(stored))
+    types = gguf.TokenType
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
-    kinds = [gguf.TokenType.UNUSED] * vocab_size
+    kinds = [types.UNUSED] * vocab_size
     for token, index in model["vocab"].items():
         tokens[index] = token
-        is_byte = spaces and token in _BYTES
-        kinds[index] = gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
+        kinds[index] = types.BYTE if spaces and token in _BYTES else types.NORMAL
     for added in stored.get("added_tokens", ()):
         tokens[added["id"]] = added["content"]
-        kinds[added["id"]] = gguf.TokenType.USER_DEFINED
-        if added["special"]:
-            kinds[added["id"]] = gguf.TokenType.CONTROL
+        kinds[added["id"]] = types.CONTROL if added["special"] else types.USER_DEFINED
     if spaces and (unknown := model.get("unk_token")) in model["vocab"]:
-        kinds[model["vocab"][unknown]] = gguf.TokenType.UNKNOWN
+        kinds[model["vocab"][unknown]] = types.UNKNOWN
     writer.add_tokenizer_model("llama" if spaces else "gpt2")
     writer.add_tokenizer_pre("default" if spaces else _split_of(stored))
     writer.add_token_list([token.encode() for token in tokens])
     writer.add_token_types(kinds)
     if spaces:
-        writer.add_token_scores(_scores(model, tokens))
+        ranks: dict[str, int] = {}
+        for rank, merge in enumerate(model["merges"]):
+            pair = merge.split(" ") if isinstance(merge, str) else merge
+            ranks.setdefault("".join(pair), rank)
+        # The earlier the merge that makes a token, the higher its score.
+        scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
+        writer.add_token_scores(scores)
         first = tokenizer.encode("a", add_special_tokens=False).tokens[0]
         writer.add_add_space_prefix(first.startswith(_SPACE))
     # It also warns of templates that it does not understand, which we try out.
@@ -96,10 +98,8 @@ def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> N
     if not spaces and not special.merges:
         special.merges = [_NO_MERGE]
     ids, known = tokenizer.encode("a").ids, special.special_token_ids
-    special.add_special_token = {
-        "bos": ids[0] == known.get("bos", -1),
-        "eos": ids[-1] == known.get("eos", -1),
-    }
+    ends = {"bos": ids[0], "eos": ids[-1]}
+    special.add_special_token = {end: ends[end] == known.get(end, -1) for end in ends}
     special.add_to_gguf(writer, quiet=True)
 
 
@@ -112,13 +112,11 @@ def _split_of(stored: Json) -> str | None:
         return None
     split: str | None = None
     match before:
-        case []:
-            pass
         case [{"type": "Digits", "individual_digits": True}]:
             split = "digits"
         case [{"type": "Split", "behavior": "Isolated", "pattern": {"Regex": split}}]:
             pass
-        case _:
+        case [_, *_]:
             return None
     # ByteLevel's own expression follows digits, but no other expression.
     own = last.get("use_regex", True)
@@ -132,12 +130,3 @@ def _is_sentencepiece(stored: Json) -> bool:
     text = json.dumps([stored.get("pre_tokenizer"), stored.get("normalizer")])
     spaces = json.dumps(_SPACE).strip('"') in text
     return spaces and bool(stored["model"].get("byte_fallback"))
-
-
-def _scores(model: Json, tokens: list[str]) -> list[float]:
-    """The scores of tokens: the earlier the merge that makes a token, the higher."""
-    ranks: dict[str, int] = {}
-    for rank, merge in enumerate(model["merges"]):
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        ranks.setdefault("".join(pair), rank)
-    return [-float(ranks.get(token, len(ranks))) for token in tokens]

@@ -4,9 +4,9 @@ A checkpoint in one of the formats of ``fbq_jax.export`` stores a weight as code
 scales, under other names.
 """
 
-import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,19 +14,16 @@ import numpy as np
 
 from examples.llama.hf.files import FLOATS, CheckpointError, Stored
 
+Array = np.ndarray
+
 
 class Scheme(NamedTuple):
-    """How the weights of a checkpoint are quantized.
+    """How the weights of a checkpoint are quantized."""
 
-    Attributes:
-        name: The name of the format.
-        parts: The tensors of a weight, by what follows its name, and their dtypes.
-        dequantize: Maps these tensors to the weight, float32 [N, K].
-    """
-
-    name: str
+    name: str  # of the format
+    # The dtypes of a weight's tensors, by what follows its name in theirs.
     parts: Mapping[str, tuple[str, ...]]
-    dequantize: Callable[..., np.ndarray]
+    dequantize: Callable[..., np.ndarray]  # from these tensors to float32 [N, K]
 
     def find(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Returns the tensors that each quantized weight consists of, by its name."""
@@ -58,12 +55,12 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
     parts: dict[str, tuple[str, ...]]
     match entry:
         # SGLang's format: int8 codes and a float32 scale per block.
-        case {"quant_method": "blockwise_int8", "weight_block_size": [n, k]} if (
-            _are_sizes(n, k)
-        ):
+        case {
+            "quant_method": "blockwise_int8",
+            "weight_block_size": [int(n), int(k)],
+        } if min(n, k) > 0:
             parts = {"": ("I8",), "_scale_inv": ("F32",)}
-            dequantize = functools.partial(_multiply, (n, k))
-            return Scheme("blockwise_int8", parts, dequantize)
+            return Scheme("blockwise_int8", parts, partial(_multiply, (n, k)))
         # Codes of 8 bits, four in an int32, and a scale per group.
         case {
             "quant_method": "compressed-tensors",
@@ -77,12 +74,11 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
                         "type": "int",
                         "symmetric": True,
                         "strategy": "group",
-                        "group_size": group,
+                        "group_size": int(group),
                     } as weights
-                } if _are_sizes(group) and not weights.get("actorder"):
+                } if group > 0 and not weights.get("actorder"):
                     parts = {"_packed": ("I32",), "_scale": FLOATS, "_shape": ("I64",)}
-                    dequantize = functools.partial(_unpack, group)
-                    return Scheme("compressed-tensors", parts, dequantize)
+                    return Scheme("compressed-tensors", parts, partial(_unpack, group))
     raise CheckpointError(
         f"{file}: quantization_config is {reprlib.repr(entry)}, supported are the "
         "entries that --export writes: blockwise_int8 with weight_block_size, and "
@@ -90,13 +86,7 @@ def scheme_of(stored: Mapping[str, Any], file: Path) -> Scheme | None:
     )
 
 
-def _are_sizes(*values: Any) -> bool:
-    return all(type(value) is int and value > 0 for value in values)
-
-
-def _multiply(
-    block: tuple[int, int], codes: np.ndarray, scales: np.ndarray
-) -> np.ndarray:
+def _multiply(block: tuple[int, int], codes: Array, scales: Array) -> Array:
     blocks = tuple(-(-size // of) for size, of in zip(codes.shape, block, strict=True))
     if scales.shape != blocks:
         raise ValueError(f"takes scales {blocks}, got {scales.shape}")
@@ -104,9 +94,7 @@ def _multiply(
     return codes * every[: codes.shape[0], : codes.shape[1]]
 
 
-def _unpack(
-    group: int, packed: np.ndarray, scales: np.ndarray, shape: np.ndarray
-) -> np.ndarray:
+def _unpack(group: int, packed: Array, scales: Array, shape: Array) -> Array:
     n, k = (int(size) for size in shape)
     if packed.shape != (n, -(-k // 4)):
         raise ValueError(f"takes codes {(n, -(-k // 4))}, got {packed.shape}")

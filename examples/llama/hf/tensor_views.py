@@ -17,23 +17,16 @@ from examples.llama.hf.families import Family
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 
-TABLE = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-# Paths of parameters. That of an MLP joins gate and up in turns if it runs fused.
-GATE_UP = "layers/mlp/gate_up/kernel"
 ROUTER = "layers/mlp/experts/router/kernel"
 
 
 class TensorView(NamedTuple):
-    """A tensor as views into parameters.
+    """A tensor as views into parameters, which it joins along its first axis.
 
-    Attributes:
-        shape: The shape of the tensor.
-        parts: The views that the tensor joins along its first axis. A view has two axes
-            where the tensor has one, if the parameter splits the tensor into groups.
+    A view has two axes there if the parameter splits the tensor into groups.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor
     parts: tuple[np.ndarray, ...]
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
@@ -63,8 +56,7 @@ def tensor_views(
 ) -> dict[str, TensorView]:
     """Returns the tensors of a checkpoint, by name, in parameters by path.
 
-    Layers are stacked along the first axis of a parameter, their experts along the
-    second, and kernels are transposed.
+    A parameter stacks its layers, then their experts; kernels are transposed.
     """
     views: dict[str, TensorView] = {}
     for path, parameter in flat.items():
@@ -74,7 +66,13 @@ def tensor_views(
         matrices = stack.shape[: 2 if of_experts else 1]
         if is_kernel:  # joins the axes of gate_up
             stack = stack.reshape(*stack.shape[: len(matrices) + 1], -1)
-        groups, widths = _columns(config, path, stack.shape[-1])
+        # The columns have the first group of each tensor, then the second, and so on.
+        groups, widths = 1, [stack.shape[-1]]
+        if path.startswith("layers/attention/qkv/dense/"):
+            groups, dim = config.num_kv_heads, config.head_dim
+            widths = [config.num_heads // groups * dim, dim, dim]
+        elif path.endswith("gate_up/kernel"):
+            widths = [stack.shape[-1] // 2] * 2
         stack = stack.reshape(*stack.shape[:-1], groups, sum(widths))
         start = 0
         for name, width in zip(family.tensors_of(path), widths, strict=True):
@@ -91,16 +89,3 @@ def tensor_views(
                 views[tensor] = TensorView(rows, (*parts, view))
             start += width
     return views
-
-
-def _columns(config: LlamaConfig, path: str, width: int) -> tuple[int, tuple[int, ...]]:
-    """How the columns of a parameter belong to the tensors that it joins.
-
-    Returns the number of groups that each tensor is split into, and the width of a
-    group of each tensor. The parameter has the first group of each tensor, then the
-    second, and so on.
-    """
-    if path.startswith("layers/attention/qkv/dense/"):
-        kv_heads, dim = config.num_kv_heads, config.head_dim
-        return kv_heads, (config.num_heads // kv_heads * dim, dim, dim)
-    return 1, (width // 2,) * 2 if path.endswith("gate_up/kernel") else (width,)

@@ -1,0 +1,21 @@
+"""The error that ends a program of this example with one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """What was asked for is not possible; the message says why and what to do."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes an OSError in the block a UserError that names a file or a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}. Make room, or make the "
+            "folder writable, and start again; a run continues with --resume"
+        ) from error
