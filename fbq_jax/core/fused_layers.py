@@ -26,15 +26,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax.core import gemms, nonlinear
 from fbq_jax.core.gemms import (
+    GRAD_STREAM,
     MATRICES,
     Rows,
     SavedMatmul,
+    Spec,
     quantize_activation,
     quantize_in_layouts,
+    seeds_of,
 )
-from fbq_jax.core.noise import GRAD_STREAM, seeds_of
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
-from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import Scalars, Stats
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.quantized import Layouts

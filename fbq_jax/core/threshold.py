@@ -15,7 +15,7 @@ from fbq_jax.kernels.rounding import CallSeed, fold_seeds
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer
-from fbq_jax.sharding.manual_axes import device_seed
+from fbq_jax.sharding.mesh_axes import device_seed
 
 SLOT = "dot_general"
 """The name under which a layer keeps its state."""
@@ -76,7 +76,7 @@ class Scalars(NamedTuple):
         return self.seed, stats.next_count, jnp.uint32(1)
 
     def on_device(self, *operands: jax.Array) -> "Scalars":
-        """The scalars of a call on this device (``manual_axes.device_seed``)."""
+        """The scalars of a call on this device (``mesh_axes.device_seed``)."""
         return self._replace(seed=device_seed(self.seed, *operands))
 
 
