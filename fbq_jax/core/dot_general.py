@@ -181,7 +181,7 @@ class LayerDot:
     named: Callable[[], AbstractContextManager[None]]
     sow: Callable[[str, jax.Array], object] | None = None
 
-    def dot_general(self, lhs: jax.Array, arguments: DotArguments) -> jax.Array:
+    def multiply(self, lhs: jax.Array, arguments: DotArguments) -> jax.Array:
         """Computes the product with lhs, and updates the state."""
         with self.named():
             old = threshold.canonicalize_state(self.state)

@@ -403,20 +403,18 @@ def quantize_in_layouts(
     if source.row_counts is not None:
         shards = 1  # a tile of a group has scales of its own already
     criterion = None if theta is None else recipe.criterion
-    run = functools.partial(
-        ops.quantize,
+    return ops.quantize(
         source,
         seeds,
-        None if criterion is None else theta,
-        dtype=recipe.codes,
+        theta,
+        rowwise=rowwise,
+        colwise=colwise,
+        criterion=criterion,
         bound=recipe.bound,
+        dtype=recipe.codes,
+        shards=shards,
         implementation=spec.implementation,
     )
-    if rowwise and colwise and shards > 1:
-        main = run(rowwise=rowwise, colwise=None, criterion=criterion)
-        transposed = run(rowwise=None, colwise=colwise, shards=shards)
-        return main._replace(colwise=transposed.colwise)
-    return run(rowwise=rowwise, colwise=colwise, criterion=criterion, shards=shards)
 
 
 def quantize_rhs(

@@ -131,7 +131,7 @@ class FallbackDot(DotGeneral):
         dims = arguments.dimension_numbers
         layer = self.layer_dot(lhs, rhs, dims, ignores_precision=ignores)
         if layer is not None:
-            return layer.dot_general(lhs, arguments)
+            return layer.multiply(lhs, arguments)
         rhs = self._without_state(rhs)
         out, _ = dot_general(
             lhs,

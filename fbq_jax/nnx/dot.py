@@ -188,7 +188,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         arguments, ignores = self.config.ignoring(arguments)
         dims = arguments.dimension_numbers
         layer = self.layer_dot(lhs, rhs, dims, ignores_precision=ignores)
-        return layer.dot_general(lhs, arguments)
+        return layer.multiply(lhs, arguments)
 
     @PlainMethod
     def layer_dot(

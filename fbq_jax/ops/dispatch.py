@@ -22,7 +22,6 @@ from fbq_jax.recipes.schema import MAPPED_BLOCK, Recipe
 from fbq_jax.sharding.layer_names import current_layer, warn_first
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
-IMPLEMENTATIONS = ("mosaic", "triton", "tpu", "reference")
 
 
 class Request(NamedTuple):
@@ -108,6 +107,8 @@ class Backend:
 
 #: All backends by name, the fastest first; the last one runs everywhere.
 BACKENDS: dict[str, Backend] = {}
+#: Their names.
+IMPLEMENTATIONS = BACKENDS.keys()
 #: The records of all ops (``fbq_jax.ops.op.Op``) by name.
 OPS: dict[str, Any] = {}
 

@@ -67,9 +67,9 @@ def quantize(
       criterion: of fallback, in the rowwise layout; None for no fallback.
       bound: the value that the largest magnitude is scaled to in INT8.
       dtype: the dtype of the codes.
-      shards: P, the parts that the rows of matrices without groups are split into.
-        Each part has its own scales and noise, and codes are ``[B, P, R / P, C]``
-        rowwise and ``[B, P, C, R / P]`` colwise.
+      shards: P, the parts that the rows of matrices without groups are split into, in
+        the colwise layout.  Each part has its own scales and noise, and codes are
+        ``[B, P, C, R / P]``.
       implementation: as in ``dispatch.choose``.
     """
     if isinstance(source, jax.Array):
@@ -77,15 +77,28 @@ def quantize(
     if rowwise is None and colwise is None:
         return Layouts(None, None)
     how: dict[str, Any] = {"bound": bound, "dtype": dtype}
-    run = functools.partial(_call, source, seeds, theta, shards, how, implementation)
-    if rowwise and colwise and not _in_one_pass(rowwise, colwise, criterion):
-        main, transposed = run(rowwise, None, criterion), run(None, colwise, None)
+    if rowwise and colwise and not _in_one_pass(rowwise, colwise, criterion, shards):
+        run: Callable[..., Layouts] = functools.partial(
+            quantize, source, seeds, implementation=implementation, **how
+        )
+        main = run(theta, rowwise=rowwise, colwise=None, criterion=criterion)
+        transposed = run(rowwise=None, colwise=colwise, shards=shards)
         return main._replace(colwise=transposed.colwise)
-    return run(rowwise, colwise, criterion)
+    if shards > 1:
+        assert isinstance(source, Matrix)
+        source, seeds = _split_shards(source.values, seeds, shards)
+    options = how | {"rowwise": rowwise, "colwise": colwise, "criterion": criterion}
+    operands = source, seeds, theta if criterion is not None else None
+    layouts: Layouts = call(QUANTIZE, operands, options, implementation)
+    return layouts
 
 
-def _in_one_pass(rowwise: Layout, colwise: Layout, criterion: Criterion | None) -> bool:
+def _in_one_pass(
+    rowwise: Layout, colwise: Layout, criterion: Criterion | None, shards: int
+) -> bool:
     """Whether one kernel makes both layouts."""
+    if shards > 1:
+        return False
     if not (rowwise.is_split and colwise.is_split):
         per_tensor = [layout.block == (None, None) for layout in (rowwise, colwise)]
         is_split = rowwise.is_split or colwise.is_split
@@ -93,26 +106,6 @@ def _in_one_pass(rowwise: Layout, colwise: Layout, criterion: Criterion | None) 
     if rowwise.block == colwise.block:
         return True
     return rowwise.block[0] == 1 and criterion is None
-
-
-def _call(
-    source: Source,
-    seeds: Seeds,
-    theta: jax.Array | None,
-    shards: int,
-    how: dict[str, Any],
-    implementation: str | None,
-    rowwise: Layout | None,
-    colwise: Layout | None,
-    criterion: Criterion | None,
-) -> Layouts:
-    if shards > 1:
-        assert isinstance(source, Matrix)
-        source, seeds = _split_shards(source.values, seeds, shards)
-    options = how | {"rowwise": rowwise, "colwise": colwise, "criterion": criterion}
-    theta = theta if criterion is not None else None
-    layouts: Layouts = call(QUANTIZE, (source, seeds, theta), options, implementation)
-    return layouts
 
 
 def _split_shards(x: jax.Array, seeds: Seeds, shards: int) -> tuple[Matrix, jax.Array]:
