@@ -26,17 +26,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax.core import gemms, nonlinear
 from fbq_jax.core.gemms import (
-    GRAD_STREAM,
     MATRICES,
     Rows,
     SavedMatmul,
     Spec,
     quantize_activation,
     quantize_in_layouts,
-    seeds_of,
 )
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
-from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.core.threshold import GRAD_STREAM, Scalars, Stats, seeds_of
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.kernels.sources import Gate, GateGrad, Norm, Source

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import ops
-from fbq_jax.core.gemms import GRAD_STREAM, Rows, Spec
-from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.core.gemms import Rows, Spec
+from fbq_jax.core.threshold import GRAD_STREAM, Scalars, Stats
 from fbq_jax.experts.codes import quantize_token_activation, quantize_tokens
 from fbq_jax.experts.exchange import return_rows, sum_rows
 from fbq_jax.experts.plan import Exchange, GroupTiles

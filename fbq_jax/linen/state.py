@@ -236,14 +236,9 @@ class LayerWeight:
         if codes is None:
             collection, name = codes_collection(self.collection), self.variable.name
             codes = self.module.get_variable(collection, name)
-        return (
-            (None, False)
-            if codes is None
-            else (
-                codes.codes_for(self),
-                codes.is_frozen,
-            )
-        )
+        if codes is None:
+            return None, False
+        return codes.codes_for(self), codes.is_frozen
 
     def lacks_codes(self, collection: str) -> ValueError:
         """The error of a frozen layer without codes in a collection."""

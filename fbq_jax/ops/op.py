@@ -31,18 +31,6 @@ from fbq_jax.sharding.mesh_axes import varying_axes
 from fbq_jax.sharding.rule_language import ShardingRule
 
 
-def run_whole(
-    _name: str,
-    rule_of: Callable[..., ShardingRule],
-    local: Callable[..., Any],
-    *operands: Any,
-    in_xla: Callable[..., Any] | None = None,
-) -> Any:
-    """Runs an op on arrays that no mesh shards."""
-    del in_xla
-    return local(Shard(rule_of(*operands)), *operands)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
     """One op of the library.
@@ -58,8 +46,9 @@ class Op:
         otherwise ``vmap`` runs the op on one example after the other.
       seeded: whether operands of dtype uint32 are seeds.  If so, ``vmap`` gives each
         mapped example seeds of its own, so that examples draw different noise.
-      partition: calls an op for all shards of its operands, with the arguments of
-        ``run_whole``.  ``fbq_jax.ops`` puts what partitions ops over a mesh here.
+      partition: calls what computes an op, with a ``Shard``, for each shard of its
+        operands: on one device, once for all of it.  ``fbq_jax.ops`` puts
+        ``fbq_jax.sharding.partitioning.call_partitioned`` here.
     """
 
     name: str
@@ -68,7 +57,7 @@ class Op:
     on_shard: Callable[["LocalOp", Shard, tuple[Any, ...], dict[str, Any]], Any]
     stacks: Callable[..., bool] = lambda *_: True
     seeded: bool = True
-    partition: ClassVar[Callable[..., Any]] = staticmethod(run_whole)
+    partition: ClassVar[Callable[..., Any]]
 
     @property
     def reference(self) -> Callable[..., Any]:
