@@ -238,6 +238,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         with layer_name(path, name), jax.named_scope(scope):
             yield
 
+    @PlainMethod
     def shown_name(self) -> str:
         """What errors and warnings call the layer."""
         return self.path.name or current_layer() or "an nnx.FallbackDot"
