@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.arguments import DimensionNumbers
 from fbq_jax.core.dot_general import dot_general
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe

@@ -164,6 +164,22 @@ def test_no_modules_import_each_other():
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
+def test_the_op_imports_nothing_of_what_one_device_does_not_need():
+    """Who freezes, reports, partitions or runs an op imports the op, not it them."""
+    seen: set[str] = set()
+    todo = ["fbq_jax.linen.dot"]
+    while todo:
+        module = todo.pop()
+        if module not in seen and MODULES[module].name != "__init__.py":
+            seen.add(module)
+            todo += imported_modules()[module]
+    others = ("core.frozen_weight", "core.tracing", "linen.tracing", "linen.freezing")
+    others += ("ops.backends", "ops.fused_sources", "sharding.partitioning")
+    assert not seen & {f"fbq_jax.{name}" for name in others}
+    assert not any(module.startswith("fbq_jax.experts") for module in seen)
+    assert len(seen) <= 32
+
+
 def test_no_function_hides_a_module_of_its_name():
     """What a package exports under a module's name is that module."""
     for module in LIBRARY:

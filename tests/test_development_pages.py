@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from fbq_jax.ops.op import OPS
+from fbq_jax.ops.dispatch import OPS
 from tests.test_architecture import LEVELS, TOOLS
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row, with_ratios
 from fbq_jax.kernels.quantized import CodeDtype, Layout, Quantized, Term
 from fbq_jax.ops import dispatch
-from fbq_jax.ops.backends import BACKENDS
+from fbq_jax.ops.dispatch import BACKENDS
 
 BlockShape = tuple[int, int, int]
 CodesAndBlock = tuple[CodeDtype, BlockShape]

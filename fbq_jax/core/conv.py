@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fbq_jax.core.dimension_numbers import DimensionNumbers, check_arrays
+from fbq_jax.core.arguments import DimensionNumbers, check_arrays
 from fbq_jax.core.einsum import before_transposing
 
 

@@ -16,17 +16,20 @@ import numpy as np
 from jax import lax
 
 from fbq_jax.core import gemms, threshold
-from fbq_jax.core.arguments import DotArguments
-from fbq_jax.core.dimension_numbers import DimensionNumbers, as_matrices, is_requested
-from fbq_jax.core.spec import Spec
+from fbq_jax.core.arguments import (
+    DimensionNumbers,
+    DotArguments,
+    as_matrices,
+    is_requested,
+)
+from fbq_jax.core.gemms import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
-from fbq_jax.sharding.explicit_axes import automatic
-from fbq_jax.sharding.manual_axes import as_varying
+from fbq_jax.sharding.mesh_axes import as_varying, run_over_auto_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +181,7 @@ class LayerDot:
     named: Callable[[], AbstractContextManager[None]]
     sow: Callable[[str, jax.Array], object] | None = None
 
-    def dot_general(self, lhs: jax.Array, arguments: DotArguments) -> jax.Array:
+    def multiply(self, lhs: jax.Array, arguments: DotArguments) -> jax.Array:
         """Computes the product with lhs, and updates the state."""
         with self.named():
             old = threshold.canonicalize_state(self.state)
@@ -222,7 +225,7 @@ def _seeded_dot_general(
         y, stats = gemms.matmul(spec, x, weight, scalars.on_device(x), codes)
         return y.reshape(out.shape), stats
 
-    return automatic(multiply, out)(lhs, rhs, scalars, codes)
+    return run_over_auto_axes(multiply, out, lhs, rhs, scalars, codes)
 
 
 def _quantizes(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fbq_jax.core.dimension_numbers import check_arrays
+from fbq_jax.core.arguments import check_arrays
 
 Label = str | int
 

@@ -8,29 +8,29 @@ dtypes as in training, while the dot reads the codes.
 
 A training step may also have codes beside its kernels, for all of its microbatches.
 
-The layers themselves make the codes, of the operand that they multiply by, when the
-model runs inside ``make_codes``.
+The layers themselves make the codes, of the operand that they multiply by, when a
+visitor asks them (``fbq_jax.core.visitors``).
 """
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax.core import threshold
-from fbq_jax.core.dimension_numbers import DimensionNumbers, rhs_matrix
+from fbq_jax.core.arguments import DimensionNumbers, rhs_matrix
 from fbq_jax.core.dot_general import DotConfig
-from fbq_jax.core.gemms import quantize_rhs
+from fbq_jax.core.gemms import Spec, quantize_rhs
 from fbq_jax.core.serialization import serializable_dataclass, serializable_static
-from fbq_jax.core.spec import Spec
+from fbq_jax.core.visitors import StandIn, Visitor, WeightCodes
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.quantized import Quantized
+from fbq_jax.recipes.presets import describe_recipe
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.explicit_axes import apply_by_rows
 
@@ -40,7 +40,7 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 @serializable_static
 @dataclass(frozen=True)
-class FrozenKernel:
+class FrozenKernel(StandIn):
     """Stands in for the kernel of a frozen layer; a pytree without leaves.
 
     JAX reads it as an array of NaNs.  A compiled program does not compute them, because
@@ -78,7 +78,7 @@ class FrozenKernel:
 
 @serializable_dataclass("codes")
 @dataclass(frozen=True)
-class FrozenWeight:
+class FrozenWeight(WeightCodes):
     """A layer's weight as its forward GEMM reads it.
 
     Attributes:
@@ -97,6 +97,37 @@ class FrozenWeight:
     axes: Axes
     parameter: str = "kernel"
     kept: bool = False
+    is_frozen: ClassVar[bool] = True
+
+    def codes_for(self, product: Any) -> Layouts:
+        """The codes, for the product of a Linen layer (``LayerWeight``).
+
+        Raises:
+          ValueError: the layer trains, has another recipe, parameter or product than
+            the codes are of, or has its kernel, too.
+        """
+        layer, recipe = product.layer, product.config.recipe
+        if not product.has_stand_in and not self.kept:
+            raise has_both(layer)
+        if product.trains:
+            raise ValueError(
+                f"layer {layer!r} is frozen and does not train: call apply without "
+                f"mutable=[{product.collection!r}], or train with the variables from "
+                "before freeze"
+            )
+        if recipe != self.recipe:
+            raise ValueError(
+                f"layer {layer!r} was frozen with {describe_recipe(self.recipe)}, "
+                f"and its model has {describe_recipe(recipe)}: use the recipe that it "
+                "was trained with"
+            )
+        if self.parameter != product.parameter_name:
+            raise ValueError(
+                f"layer {layer!r} has the codes of {self.parameter!r}, but multiplies "
+                f"by {product.parameter_name!r}: call the methods that freeze was given"
+            )
+        check_axes(self.axes, product.dimension_numbers, layer)
+        return Layouts(None, self.codes)
 
 
 @functools.partial(
@@ -105,7 +136,7 @@ class FrozenWeight:
     meta_fields=["axes", "dtype"],
 )
 @dataclass(frozen=True)
-class StepWeight:
+class StepWeight(WeightCodes):
     """The codes of a layer's weight, for all microbatches of a step.
 
     Attributes:
@@ -118,20 +149,16 @@ class StepWeight:
     axes: Axes
     dtype: Any
 
-    def codes_for(
-        self,
-        layer: str,
-        make: Callable[[], jax.Array],
-        dimension_numbers: DimensionNumbers,
-    ) -> Layouts:
-        """The codes, for a product whose right operand ``make`` would make.
+    def codes_for(self, product: Any) -> Layouts:
+        """The codes, for a product of a layer.
 
         Raises:
           ValueError: they are of a weight of another shape or dtype, or of another
             product.
         """
-        check_axes(self.axes, dimension_numbers, layer)
-        w = jax.eval_shape(lambda: rhs_matrix(make(), dimension_numbers))
+        layer, dims = product.layer, product.dimension_numbers
+        check_axes(self.axes, dims, layer)
+        w = jax.eval_shape(lambda: rhs_matrix(product.operand(), dims))
         batch, rows, columns = w.shape
         rowwise, colwise = (x and x.shape for x in self.codes[:2])
         fits = rowwise in (None, w.shape) and colwise in (None, (batch, columns, rows))
@@ -145,22 +172,27 @@ class StepWeight:
         return self.codes
 
 
+def has_both(layer: str) -> ValueError:
+    """The error of a layer with codes of a frozen weight and its kernel."""
+    return ValueError(
+        f"layer {layer!r} has both the codes of a frozen weight and an unquantized "
+        "kernel: pass apply either all collections that freeze returned, or all from "
+        "before"
+    )
+
+
 @dataclass(eq=False)
-class Making:
-    """A call of a model in which its layers make codes of their weights.
+class Making(Visitor):
+    """A visitor for which layers make codes of their weights.
 
     Attributes:
       layers: the paths of the layers that make codes; None for all layers.
-      for_step: whether the codes are for a training step; otherwise for ``freeze``.
-      shared: the paths of Linen layers whose steps or examples share their weight.
       made: maps the path of each layer that made codes to what says how: the axes of
         the right operand and, in NNX, the shapes of the codes, in Linen the parameter.
       left: the paths of layers that make none.
     """
 
-    layers: Collection[str] | None
-    for_step: bool = False
-    shared: Collection[str] = ()
+    layers: Collection[str] | None = None
     made: dict[str, tuple[Axes, Any]] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
 
@@ -183,28 +215,6 @@ class Making:
                 "arguments (or, in Linen, a method=) that run every quantized layer, "
                 "and the quantized model, not the one that quantize was given"
             )
-
-
-# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_making = jax.make_user_context(None)
-
-
-@contextlib.contextmanager
-def make_codes(making: Making) -> Iterator[None]:
-    """Makes the layers of a model that runs inside make codes of their weights."""
-    with _making(making):
-        yield
-
-
-def active_making() -> Making | None:
-    """What asks layers for codes; None unless a model runs inside ``make_codes``."""
-    making: Making | None = _making.value
-    return making
-
-
-def is_freezing() -> bool:
-    """Whether ``freeze`` asks layers for codes."""
-    return _making.value is not None and not _making.value.for_step
 
 
 def quantize_weight(

@@ -29,13 +29,12 @@ from fbq_jax.core.gemms import (
     MATRICES,
     Rows,
     SavedMatmul,
+    Spec,
     quantize_activation,
     quantize_in_layouts,
 )
-from fbq_jax.core.noise import GRAD_STREAM, seeds_of
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
-from fbq_jax.core.spec import Spec
-from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.core.threshold import GRAD_STREAM, Scalars, Stats, seeds_of
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.kernels.sources import Gate, GateGrad, Norm, Source

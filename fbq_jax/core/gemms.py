@@ -23,22 +23,29 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax import ops
 from fbq_jax.core import threshold
-from fbq_jax.core.noise import (
+from fbq_jax.core.threshold import (
     GRAD_STREAM,
     LHS_STREAM,
     RHS_STREAM,
     SUM_STREAM,
+    Scalars,
+    Stats,
     frozen_seed,
     seeds_of,
 )
-from fbq_jax.core.spec import Plan, Spec
-from fbq_jax.core.threshold import Scalars, Stats
-from fbq_jax.kernels.quantized import Layouts, Quantized, Term, Unquantized
+from fbq_jax.kernels.quantized import (
+    Block,
+    Layout,
+    Layouts,
+    Quantized,
+    Term,
+    Unquantized,
+)
 from fbq_jax.kernels.rounding import CallSeed, Seeds, fold_seeds
 from fbq_jax.kernels.sources import Matrix, Source
-from fbq_jax.ops.products import quantizes_lhs
-from fbq_jax.recipes.schema import Gemm
-from fbq_jax.sharding.manual_axes import warn_of_copies
+from fbq_jax.ops.products import quantizes_lhs, reads_sums
+from fbq_jax.recipes.schema import Gemm, Quantizer, Recipe, Scales
+from fbq_jax.sharding.mesh_axes import warn_of_copies
 
 Tree = TypeVar("Tree")
 
@@ -48,6 +55,89 @@ Tree = TypeVar("Tree")
 LHS_NAME = "fbq_lhs"
 RHS_NAME = "fbq_rhs"
 SEED_NAME = "fbq_seed"
+
+
+class Plan(NamedTuple):
+    """How a matrix is quantized for the GEMMs that read it.
+
+    Attributes:
+      rowwise: the layout of the matrix itself, or None.
+      colwise: the layout of its transpose, or None.
+      shards: the shards that rows are split into for the colwise layout.
+    """
+
+    rowwise: Layout | None
+    colwise: Layout | None
+    shards: int = 1
+
+
+class Spec(NamedTuple):
+    """The static settings of a layer's three GEMMs.
+
+    Attributes:
+      recipe: how the three GEMMs are quantized.
+      dtype: the dtype of Y.
+      lhs_dtype: the dtype of X and dX.
+      rhs_dtype: the dtype of W and dW.
+      implementation: the ops' implementation; None lets the dispatcher choose.
+    """
+
+    recipe: Recipe
+    dtype: Any
+    lhs_dtype: Any
+    rhs_dtype: Any
+    implementation: str | None
+
+    def lhs(self, *, save: bool) -> Plan:
+        """X ``[M, K]``: rowwise for Y and, if the backward pass needs it, for dW."""
+        recipe = self.recipe
+        backward = recipe.drhs.quantizers[0] if save else None
+        return _plan(recipe.lhs_block, recipe.fwd.quantizers[0], backward)
+
+    def rhs(self, *, save: bool) -> Plan:
+        """W ``[K, N]``: colwise for Y and, if the backward pass needs it, for dX."""
+        recipe = self.recipe
+        backward = recipe.dlhs.quantizers[1] if save else None
+        plan = _plan(recipe.rhs_block, backward, recipe.fwd.quantizers[1])
+        return self._with_sums(plan)
+
+    def grad(self, *, frozen: bool) -> Plan:
+        """The gradient of Y ``[M, N]``: rowwise for dX and, unless frozen, colwise."""
+        recipe = self.recipe
+        colwise = None if frozen else recipe.drhs.quantizers[1]
+        plan = _plan(recipe.grad_block, recipe.dlhs.quantizers[0], colwise)
+        return self._with_sums(plan, rowwise=False)
+
+    def _with_sums(self, plan: Plan, *, rowwise: bool = True) -> Plan:
+        """Adds sums to the layouts that are the second operand of a GEMM."""
+        recipe, dtypes = self.recipe, (self.dtype, self.lhs_dtype, self.rhs_dtype)
+        block = recipe.block_shape
+        if not reads_sums(block, dtypes, recipe.codes, self.implementation):
+            return plan
+
+        def add(layout: Layout | None) -> Layout | None:
+            if layout is None or not layout.is_split or 1 in layout.block:
+                return layout
+            return layout._replace(sums=True)
+
+        main = add(plan.rowwise) if rowwise else plan.rowwise
+        return plan._replace(rowwise=main, colwise=add(plan.colwise))
+
+
+def _plan(
+    block: tuple[int, int], rowwise: Quantizer | None, colwise: Quantizer | None
+) -> Plan:
+    """The layouts that have a quantizer, of a matrix with these blocks."""
+    r, c = block
+    of_rows: dict[Scales, Block] = {"block": (r, c), "row_block": (1, c)}
+    of_columns: dict[Scales, Block] = {"block": (r, c), "row_block": (r, 1)}
+    of_rows |= {"row": (1, None), "tensor": (None, None)}
+    of_columns |= {"row": (None, 1), "tensor": (None, None)}
+    return Plan(
+        rowwise and Layout(rowwise.rounding, of_rows[rowwise.scales]),
+        colwise and Layout(colwise.rounding, of_columns[colwise.scales]),
+        colwise.shards if colwise else 1,  # only drhs has several
+    )
 
 
 @jax.tree_util.register_static
@@ -121,14 +211,14 @@ class Rows:
             implementation=spec.implementation,
         )
 
-    def multiply_grad(
+    def dlhs(
         self, spec: Spec, grad: Quantized, rhs: Quantized, seed: CallSeed
     ) -> jax.Array:
         """dX, from the codes of dY and W."""
         gemm = spec.recipe.dlhs
         return self.multiply(spec, gemm, grad, rhs, seed, spec.lhs_dtype)
 
-    def contract(
+    def drhs(
         self, spec: Spec, lhs: Quantized, grad: Quantized, seed: CallSeed
     ) -> jax.Array:
         """DW ``[B, K, N]``, from the colwise codes of X and dY."""
@@ -139,7 +229,7 @@ class Rows:
         """``X . W``, or ``dY . W'``, unquantized."""
         return float_matmul(x, w, dtype)
 
-    def contract_in_float(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
+    def drhs_in_float(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
         """``X' . dY``, unquantized."""
         return float_matmul(x.mT, dy, dtype)
 
@@ -288,31 +378,21 @@ def quantize_in_layouts(
     theta: jax.Array | None = None,
 ) -> Layouts:
     """Quantizes in the layouts of a plan; with fallback if there are thresholds."""
-    recipe, shards = spec.recipe, (plan.row_shards, plan.column_shards)
+    recipe, (rowwise, colwise, shards) = spec.recipe, plan
     if source.row_counts is not None:
-        shards = 1, 1  # a tile of a group has scales of its own already
-    falls_back = theta is not None and recipe.criterion is not None
-    run = functools.partial(
-        ops.quantize,
+        shards = 1  # a tile of a group has scales of its own already
+    criterion = None if theta is None else recipe.criterion
+    return ops.quantize(
         source,
         seeds,
-        theta if falls_back else None,
-        dtype=recipe.codes,
-        bound=recipe.bound,
-        implementation=spec.implementation,
-    )
-    criterion = recipe.criterion if falls_back else None
-    if plan.rowwise and plan.colwise and shards[0] != shards[1]:
-        main = run(
-            rowwise=plan.rowwise, colwise=None, criterion=criterion, shards=shards[0]
-        )
-        transposed = run(rowwise=None, colwise=plan.colwise, shards=shards[1])
-        return main._replace(colwise=transposed.colwise)
-    return run(
-        rowwise=plan.rowwise,
-        colwise=plan.colwise,
+        theta,
+        rowwise=rowwise,
+        colwise=colwise,
         criterion=criterion,
-        shards=max(shards),
+        bound=recipe.bound,
+        dtype=recipe.codes,
+        shards=shards,
+        implementation=spec.implementation,
     )
 
 
@@ -338,7 +418,9 @@ def quantize_rhs(
             return Layouts(rowwise, colwise)
         assert colwise is not None
         if _have_equal_codes(plan):
-            return Layouts(_without_sums(colwise.mT), colwise)
+            transposed = colwise.mT
+            main = transposed.main._replace(sums=None)
+            return Layouts(dataclasses.replace(transposed, main=main), colwise)
         w, plan = colwise.dequantize(spec.rhs_dtype).mT, plan._replace(colwise=None)
     assert w is not None
     layouts = (plan.rowwise, plan.colwise)
@@ -357,10 +439,6 @@ def _have_equal_codes(plan: Plan) -> bool:
     assert colwise is not None
     same = rowwise.rounding == colwise.rounding and rowwise.block == colwise.block
     return same and rowwise.is_split
-
-
-def _without_sums(x: Quantized) -> Quantized:
-    return dataclasses.replace(x, main=x.main._replace(sums=None))
 
 
 def _multiply_few_rows(
@@ -489,17 +567,17 @@ def backward(
     else:
         assert isinstance(rhs, Quantized)
         assert grad.rowwise is not None
-        dx = rows.multiply_grad(spec, grad.rowwise, rhs, seed)
+        dx = rows.dlhs(spec, grad.rowwise, rhs, seed)
     if lhs is None:
         dw = None
     elif spec.recipe.drhs.in_floats:
         assert dy is not None
         x = lhs.dequantize(spec.lhs_dtype) if isinstance(lhs, Quantized) else lhs
-        dw = rows.contract_in_float(x, dy, spec.rhs_dtype)
+        dw = rows.drhs_in_float(x, dy, spec.rhs_dtype)
     else:
         assert isinstance(lhs, Quantized)
         assert grad.colwise is not None
-        dw = rows.contract(spec, lhs, grad.colwise, seed)
+        dw = rows.drhs(spec, lhs, grad.colwise, seed)
     return dx, dw
 
 

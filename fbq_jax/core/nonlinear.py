@@ -33,11 +33,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
+from fbq_jax.core.arguments import DTYPE_NAMES, DTYPES
 from fbq_jax.kernels import packing, sources
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding.explicit_axes import apply_by_rows, reshard_as
-from fbq_jax.sharding.manual_axes import as_varying
+from fbq_jax.sharding.mesh_axes import as_varying
 
 # The checkpoint_name of the values saved for the backward pass.
 SAVED_NAME = "fbq_nonlinear"

@@ -1,4 +1,4 @@
-"""A layer's delay threshold and its state.
+"""A layer's state: its delay threshold, and the seeds of its noise.
 
 ``fbq_jax.kernels.threshold_reference`` defines how the threshold is set and moves.
 """
@@ -8,19 +8,22 @@ from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fbq_jax import ops
-from fbq_jax.kernels.rounding import CallSeed, fold_seeds
+from fbq_jax.kernels.rounding import CallSeed, MatrixSeeds, Seeds, fold, fold_seeds
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer
-from fbq_jax.sharding.manual_axes import device_seed
+from fbq_jax.sharding.mesh_axes import device_seed
 
 SLOT = "dot_general"
 """The name under which a layer keeps its state."""
 ROOT = "(root)"
 """The path of a layer that is a model of its own."""
+# The independent noise streams of one call.
+LHS_STREAM, RHS_STREAM, GRAD_STREAM, SUM_STREAM = range(4)
 
 
 class State(TypedDict):
@@ -76,8 +79,34 @@ class Scalars(NamedTuple):
         return self.seed, stats.next_count, jnp.uint32(1)
 
     def on_device(self, *operands: jax.Array) -> "Scalars":
-        """The scalars of a call on this device (``manual_axes.device_seed``)."""
+        """The scalars of a call on this device (``mesh_axes.device_seed``)."""
         return self._replace(seed=device_seed(self.seed, *operands))
+
+
+def seeds_of(seed: CallSeed, stream: int, indices: jax.Array) -> Seeds:
+    """The seeds of matrices or tiles in one of a call's streams of noise.
+
+    Args:
+      seed: of the call.
+      stream: one of the streams above.
+      indices: int32, the index of each matrix or tile.
+    """
+    indices = indices.astype(jnp.uint32)
+    if not isinstance(seed, tuple):
+        return fold(fold(seed, stream), indices)
+    layer, calls, not_earlier = (jnp.broadcast_to(x, indices.shape) for x in seed)
+    place = indices << 3 | jnp.uint32(stream << 1) | not_earlier
+    return MatrixSeeds(layer, calls, place)
+
+
+def frozen_seed(seed: CallSeed, dy: jax.Array) -> jax.Array:
+    """The seed of the gradient's noise in a frozen layer, uint32 ``[]``.
+
+    The state of such a layer, and so its seed, is the same in every step.  So the bits
+    of dY, the gradient of its output, seed the noise as well.
+    """
+    bits = lax.bitcast_convert_type(dy.astype(jnp.float32), jnp.uint32)
+    return fold(fold_seeds(seed), jnp.sum(bits, dtype=jnp.uint32))
 
 
 class Stats(NamedTuple):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap, sequential_vmap
 
+from fbq_jax.core.visitors import Visitor, visiting, visitor
+
 #: What ``find_dependents`` calls the outputs of a model.
 OUTPUTS = "outputs"
 
@@ -29,8 +31,8 @@ class UnknownDependentsError(ValueError):
 
 
 @dataclasses.dataclass(eq=False)
-class _Watch:
-    """What is watched while a model is traced.
+class _Watch(Visitor):
+    """Watches the weights of a model's layers while it is traced.
 
     Attributes:
       layers: the layers whose weights are watched.
@@ -44,9 +46,10 @@ class _Watch:
     other_sizes: set[int] = dataclasses.field(default_factory=set)
     dependents: set[str] = dataclasses.field(default_factory=set)
 
-
-# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_watch = jax.make_user_context(None)
+    def see(self, product: Any) -> Any:
+        """The product of a layer, whose right operand is watched."""
+        rhs = observe_weight(product.layer, product.rhs)
+        return dataclasses.replace(product, rhs=rhs)
 
 
 def find_dependents(
@@ -84,10 +87,10 @@ def find_dependents(
         stacked = [jnp.broadcast_to(x, (watch.size, *x.shape)) for x in arrays]
         return jax.vmap(lambda x: run(x, fixed))(stacked)
 
-    with _watch(watch):
+    with visiting(watch):
         trace(run, arrays, fixed_arrays)
         watch.size = min(set(range(1, 2 + len(watch.other_sizes))) - watch.other_sizes)
-    with _watch(dataclasses.replace(watch)):  # nothing is taken from the first trace
+    with visiting(dataclasses.replace(watch)):  # nothing is taken from the first trace
         try:
             trace(run_mapped, arrays, fixed_arrays)
         except (NotImplementedError, ValueError) as error:
@@ -103,7 +106,8 @@ def find_dependents(
 
 def mappable(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that JAX may not map, and that ``find_dependents`` may meet."""
-    return function if _watch.value is None else sequential_vmap(function)
+    is_watched = isinstance(visitor.value, _Watch)
+    return sequential_vmap(function) if is_watched else function
 
 
 def find_readers(
@@ -140,8 +144,8 @@ def find_readers(
 
 def observe_weight(layer: str, weight: jax.Array) -> jax.Array:
     """The weight of a layer, seen by ``find_dependents``."""
-    watch: _Watch | None = _watch.value
-    if watch is None or layer not in watch.layers:
+    watch: Visitor = visitor.value
+    if not isinstance(watch, _Watch) or layer not in watch.layers:
         return weight
     return _observe(weight, layer, watch)
 

@@ -28,9 +28,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax.core import threshold
-from fbq_jax.core.noise import LHS_STREAM, seeds_of
-from fbq_jax.core.spec import Plan, Spec
-from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.core.gemms import Plan, Spec
+from fbq_jax.core.threshold import LHS_STREAM, Scalars, Stats, seeds_of
 from fbq_jax.experts.exchange import row_slices, to_experts, token_of
 from fbq_jax.experts.plan import Exchange, GroupTiles
 from fbq_jax.kernels import reference, rounding

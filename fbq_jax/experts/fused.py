@@ -14,11 +14,11 @@ bfloat16 or float16 gate is rounded once instead of twice.
 import jax
 
 from fbq_jax.core import fused_layers, nonlinear, threshold
-from fbq_jax.core.dimension_numbers import output_dtype
+from fbq_jax.core.arguments import output_dtype
 from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.core.fused_layers import FusedSpec
+from fbq_jax.core.gemms import Spec
 from fbq_jax.core.nonlinear import NormSpec
-from fbq_jax.core.spec import Spec
 from fbq_jax.experts.plan import Exchange
 from fbq_jax.experts.ragged_dot import (
     Groups,
@@ -26,7 +26,7 @@ from fbq_jax.experts.ragged_dot import (
     make_rows,
     sow_rates,
 )
-from fbq_jax.sharding.manual_axes import as_varying
+from fbq_jax.sharding.mesh_axes import as_varying
 
 
 def can_fuse(gate_up: LayerDot, down: LayerDot, groups: Groups) -> bool:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.core import gemms, threshold
-from fbq_jax.core.dimension_numbers import (
+from fbq_jax.core.arguments import (
     DimensionNumbers,
     check_arrays,
     output_dtype,
@@ -28,7 +28,7 @@ from fbq_jax.core.dot_general import (
     checked_theta,
     seed_from_key,
 )
-from fbq_jax.core.spec import Spec
+from fbq_jax.core.gemms import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.tracing import mappable
 from fbq_jax.experts.exchange import float_dot
@@ -44,7 +44,7 @@ from fbq_jax.kernels.threshold_reference import SMALLEST, exceeds, rate_of
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.presets import describe_recipe
 from fbq_jax.recipes.schema import Recipe, check_no_recipe
-from fbq_jax.sharding.manual_axes import as_varying
+from fbq_jax.sharding.mesh_axes import as_varying
 
 Groups = jax.Array | Exchange
 

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax import ops
-from fbq_jax.core.gemms import Rows
-from fbq_jax.core.noise import GRAD_STREAM
-from fbq_jax.core.spec import Spec
-from fbq_jax.core.threshold import Scalars, Stats
+from fbq_jax.core.gemms import Rows, Spec
+from fbq_jax.core.threshold import GRAD_STREAM, Scalars, Stats
 from fbq_jax.experts.codes import quantize_token_activation, quantize_tokens
 from fbq_jax.experts.exchange import return_rows, sum_rows
 from fbq_jax.experts.plan import Exchange, GroupTiles
@@ -92,7 +90,7 @@ class GroupedRows(Rows):
         del gemm, seed  # no device sums in another dtype
         return self.place_output(self._multiply(spec, lhs, rhs, dtype))
 
-    def multiply_grad(
+    def dlhs(
         self, spec: Spec, grad: Quantized, rhs: Quantized, seed: CallSeed
     ) -> jax.Array:
         """Multiplies each tile ``[m, N]`` with its group's ``[K, N]``, for dX."""
@@ -112,7 +110,7 @@ class GroupedRows(Rows):
             implementation=spec.implementation,
         )
 
-    def contract(
+    def drhs(
         self, spec: Spec, lhs: Quantized, grad: Quantized, seed: CallSeed
     ) -> jax.Array:
         """DW ``[G, K, N]``, from colwise codes ``[T, K, m]`` and ``[T, N, m]``."""
@@ -172,7 +170,7 @@ class TiledRows(GroupedRows):
         """``lax.ragged_dot``, unquantized; codes of W stand for their values."""
         return float_ragged_dot(x, w, self.group_sizes, dtype)
 
-    def contract_in_float(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
+    def drhs_in_float(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
         """``X' . dY`` of each group, unquantized."""
         if x.ndim == 3:  # X was saved as codes, in tiles
             x = from_tiles(x, self.assigned)

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 
 from fbq_jax.core.frozen_weight import FrozenWeight, rhs_axes
 from fbq_jax.experts.ragged_dot import DIMENSIONS
-from fbq_jax.linen.frozen import WEIGHT
+from fbq_jax.linen.state import WEIGHT
 
 
 class ExportError(ValueError):

@@ -34,7 +34,7 @@ from fbq_jax.core.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.fp8 import scaled_tensor
 from fbq_jax.fp8.scaled_tensor import ScaledTensor
 from fbq_jax.kernels.scales import find_amax
-from fbq_jax.sharding.manual_axes import max_over_copies
+from fbq_jax.sharding.mesh_axes import max_over_copies
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2

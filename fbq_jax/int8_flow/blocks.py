@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 
-from fbq_jax.core.dimension_numbers import DTYPE_NAMES, DTYPES
+from fbq_jax.core.arguments import DTYPE_NAMES, DTYPES
 from fbq_jax.int8_flow.operators import (
     Dropout,
     Gelu,
@@ -35,8 +35,12 @@ from fbq_jax.int8_flow.self_attention import SelfAttention
 from fbq_jax.kernels import rounding
 from fbq_jax.quantized import Quantized
 from fbq_jax.recipes.schema import BLOCK_SIDES
-from fbq_jax.sharding.explicit_axes import automatic
-from fbq_jax.sharding.manual_axes import as_varying, device_seed, warn_of_copies
+from fbq_jax.sharding.mesh_axes import (
+    as_varying,
+    device_seed,
+    run_over_auto_axes,
+    warn_of_copies,
+)
 
 # Above the streams of the operators, which count from 0.
 _ADD_STREAM, _GRAD_STREAM = 1 << 16, (1 << 16) + 1
@@ -218,7 +222,7 @@ def apply(
         return y.reshape(*x.shape[:-1], y.shape[-1]), ()
 
     params = jax.tree.map(lambda p: p.astype(jnp.float32), unfreeze(dict(params)))
-    return automatic(run, jax.typeof(x))(params, x, seed)[0]
+    return run_over_auto_axes(run, jax.typeof(x), params, x, seed)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -10,7 +10,7 @@ import functools
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +19,29 @@ from flax.core.scope import Scope, Variable
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax.core import threshold
-from fbq_jax.core.arguments import DotArguments, DotGeneral
-from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.arguments import DimensionNumbers, DotArguments, DotGeneral
 from fbq_jax.core.dot_general import DotConfig, LayerDot, dot_general
 from fbq_jax.core.example_seed import example_seed
-from fbq_jax.core.frozen_weight import active_making
 from fbq_jax.core.threshold import SLOT, layer_path
-from fbq_jax.core.tracing import observe_weight
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
-from fbq_jax.kernels.quantized import Layouts
-from fbq_jax.linen.frozen import LayerWeight, Parameter, is_frozen, kernel_of
+from fbq_jax.core.visitors import visitor
 from fbq_jax.linen.state import (
+    LayerWeight,
+    Parameter,
     as_float32,
     calling_module,
     can_keep_state,
     check_collection,
     check_state_gradient,
     find_variable,
+    is_frozen,
     is_mutable_outside,
+    kernel_of,
     lacks_state,
     return_as_gradient,
     state_of,
     temporary_variable,
 )
-from fbq_jax.linen.tracing import record_product
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import layer_name
@@ -132,7 +131,7 @@ class FallbackDot(DotGeneral):
         dims = arguments.dimension_numbers
         layer = self.layer_dot(lhs, rhs, dims, ignores_precision=ignores)
         if layer is not None:
-            return layer.dot_general(lhs, arguments)
+            return layer.multiply(lhs, arguments)
         rhs = self._without_state(rhs)
         out, _ = dot_general(
             lhs,
@@ -169,14 +168,23 @@ class FallbackDot(DotGeneral):
         variable = self.variable(module, x)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
         rhs = self.check_moves(module, variable, rhs)
-        self._record(module, rhs, ignores_precision=ignores_precision)
-        rhs = observe_weight(layer_path((*module.path, variable.name)), rhs)
-        make = functools.partial(as_matrix, rhs)
-        codes, frozen = self._codes(module, variable, make, dimension_numbers)
+        product = visitor.value.see(
+            LayerWeight(
+                self.config,
+                module,
+                variable,
+                rhs,
+                as_matrix,
+                dimension_numbers,
+                self._parameter(module),
+                ignores_precision,
+            )
+        )
+        codes, frozen = visitor.value.codes(product) or product.codes()
         return LayerDot(
             self.config,
             state_of(variable),
-            rhs,
+            product.rhs,
             codes,
             is_frozen=frozen,
             commit=functools.partial(self.commit, module, variable),
@@ -184,37 +192,9 @@ class FallbackDot(DotGeneral):
             sow=functools.partial(module.sow, "intermediates"),
         )
 
-    def _codes(
-        self,
-        module: nn.Module,
-        variable: Variable,
-        make: Callable[[], jax.Array],
-        dimension_numbers: DimensionNumbers,
-    ) -> tuple[Layouts | None, bool]:
-        """The codes of the layer's weight, and whether it is frozen.
-
-        Args:
-          module: the calling layer.
-          variable: holds its state.
-          make: makes the right operand of the product.
-          dimension_numbers: of the product.
-        """
-        parameter = self._parameter(module)
-        return LayerWeight(
-            self.config, module, variable, make, dimension_numbers, parameter
-        ).codes()
-
-    def _parameter(self, module: nn.Module) -> Parameter:
-        """The parameter that is the layer's weight."""
+    def _parameter(self, module: nn.Module) -> Parameter | None:
+        """The parameter that is the weight; None in a product of two activations."""
         return kernel_of(module)
-
-    def _record(
-        self, module: nn.Module, rhs: jax.Array, *, ignores_precision: bool
-    ) -> None:
-        """Tells a report of the product."""
-        record_product(
-            module, None, rhs, self.recipe, ignores_precision=ignores_precision
-        )
 
     def _without_state(self, rhs: jax.Array) -> jax.Array:
         """The weight of a call outside any module, whose gradient warns."""
@@ -352,15 +332,8 @@ fallback_dot = FallbackDot()
 class ActivationsDot(FallbackDot):
     """A ``FallbackDot`` for a product of two activations, with no weight to freeze."""
 
-    def _codes(
-        self, module: nn.Module, variable: Variable, *_: Any
-    ) -> tuple[None, bool]:
-        if (making := active_making()) is not None and not making.for_step:
-            making.left.add(layer_path((*module.path, variable.name)))
-        return None, False
-
-    def _record(self, *_: Any, **__: Any) -> None:
-        """Reports have a row of their own for products of two activations."""
+    def _parameter(self, module: nn.Module) -> None:
+        del module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,14 +349,6 @@ class ParameterDot(FallbackDot):
     def _parameter(self, module: nn.Module) -> Parameter:
         del module
         return self.parameter
-
-    def _record(
-        self, module: nn.Module, rhs: jax.Array, *, ignores_precision: bool
-    ) -> None:
-        path = self.parameter.path
-        record_product(
-            module, path, rhs, self.recipe, ignores_precision=ignores_precision
-        )
 
 
 _NO_STATE = (

@@ -2,13 +2,13 @@
 
 The codes of a weight depend on the dtype that a layer computes in and on the axes that
 it contracts, and the variables show neither.  ``freeze`` therefore runs the model, and
-each layer quantizes its right operand (``fbq_jax.linen.frozen``).  It then asks JAX
+each layer gives its right operand to a visitor, which quantizes it.  It then asks JAX
 whether that operand depends on the model's inputs, and whether anything else reads the
 parameter (``fbq_jax.core.tracing``).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,29 +18,32 @@ from flax import linen as nn
 from flax.core import DenyList, unfreeze
 from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 
+from fbq_jax.core import threshold
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
     FrozenWeight,
     Making,
     as_array,
+    check_axes,
+    check_recipe,
     check_thetas,
-    make_codes,
+    differ,
+    quantize_weight,
 )
 from fbq_jax.core.layer_stats import is_state
 from fbq_jax.core.serialization import serializable_static
 from fbq_jax.core.threshold import layer_path
 from fbq_jax.core.tracing import OUTPUTS, find_dependents, find_readers
-from fbq_jax.linen.frozen import (
-    DIFFERS,
-    WEIGHT,
-    FrozenParameter,
-    SharedWeight,
-)
-from fbq_jax.linen.state import calling_module
+from fbq_jax.core.visitors import FoundCodes, visiting
+from fbq_jax.kernels.quantized import Layouts
+from fbq_jax.linen.frozen import FrozenParameter, SharedWeight
+from fbq_jax.linen.state import KERNEL, WEIGHT, LayerWeight, calling_module, state_of
 from fbq_jax.linen.tracing import ALL_STATE
 from fbq_jax.model_kind import check_linen
 
 Path = tuple[str, ...]
+# The key of what says whether a layer multiplied by several weights.
+_DIFFERS = "weight_differs"
 
 
 def freeze(
@@ -145,13 +148,86 @@ def freeze(
     return result
 
 
+@dataclass(eq=False)
+class _Freezing(Making):
+    """The visitor of ``freeze``: layers store the codes of their weights.
+
+    Attributes:
+      shared: the paths of layers whose steps or examples share their weight.
+    """
+
+    shared: Collection[str] = field(default=(), kw_only=True)
+    freezes = True
+
+    def codes(self, product: Any) -> FoundCodes | None:
+        """Stores the codes of a layer to freeze; the product multiplies by them.
+
+        A layer that a model applies to the weight of another module, as it may a head
+        that shares the embedding's, stays unfrozen: that module keeps the weight.
+        """
+        if not isinstance(product, LayerWeight):
+            return None
+        layer, parameter, module = product.layer, product.parameter, product.module
+        if parameter is None or (
+            parameter.value is None and not module.variables.get("params")
+        ):
+            self.left.add(layer)
+            return None
+        if layer not in (self.layers or ()):
+            return None
+        if parameter.value is None:
+            raise ValueError(
+                f"freeze takes layers whose weight is their parameter {KERNEL!r}, as "
+                f"in nn.Dense; {layer!r} has none. In models of "
+                "fbq_jax.contrib.qwix.quantize, layers that multiply in their own code "
+                "may have any parameter"
+            )
+        check_recipe(product.config.recipe, layer)
+        self.add(layer, product.dimension_numbers, parameter._replace(value=None))
+        weight = self._store(product)
+        check_axes(weight.axes, product.dimension_numbers, layer)
+        return Layouts(None, weight.codes), True
+
+    def _store(self, product: LayerWeight) -> FrozenWeight:
+        """Stores the codes of a weight, if there are none; returns those stored."""
+        variable, module, config = product.variable, product.module, product.config
+        is_shared = product.layer in self.shared
+        state: Mapping[str, Any] = state_of(variable)
+        if is_shared:  # Flax shares what does not depend on the state of a step.
+            state = threshold.start(config.recipe)
+        weight = quantize_weight(
+            config, state, product.operand(), product.dimension_numbers
+        )
+        assert product.parameter is not None
+        shape = jax.tree.leaves(product.parameter.value)[0].shape  # it may be boxed
+        weight = replace(weight, shape=shape, parameter=product.parameter_name)
+        if (earlier := _stored(product)) is not None:
+            differs = variable.value.get(_DIFFERS, False) | differ(earlier, weight)
+            variable.value = {**variable.value, _DIFFERS: differs}
+            return earlier
+        if is_shared:
+            module.put_variable("params", variable.name, {WEIGHT: weight})
+        in_state = SharedWeight() if is_shared else weight
+        variable.value = {**variable.value, WEIGHT: in_state}
+        return weight
+
+
+def _stored(product: LayerWeight) -> FrozenWeight | None:
+    """The weight that a layer has stored before."""
+    weight: Any = product.variable.value.get(WEIGHT)
+    if isinstance(weight, SharedWeight):
+        shared: Any = product.module.get_variable("params", product.variable.name)
+        weight = shared and shared[WEIGHT]
+    return weight
+
+
 def _make_codes(
     model: nn.Module,
     leaves: Mapping[Path, Any],
     layers: list[str],
     args: Any,
     kwargs: Mapping[str, Any],
-) -> tuple[Making, dict[Path, Any]]:
+) -> tuple["_Freezing", dict[Path, Any]]:
     """Runs a model whose layers make codes; returns what they made, and the updates."""
 
     @jax.jit
@@ -160,20 +236,20 @@ def _make_codes(
         mutable = True if making.shared else ALL_STATE
         return model.apply(variables, *args, mutable=mutable, **kwargs)[1]
 
-    making, inputs = Making(layers), unflatten_dict(leaves)
-    with make_codes(making):
+    making, inputs = _Freezing(layers), unflatten_dict(leaves)
+    with visiting(making):
         updates = _flatten(jax.eval_shape(run, inputs))
         making.check_all_ran()
         if not (shared := _shared_layers(updates, leaves, making)):
             return making, _flatten(run(inputs))
-    making = Making(layers, shared=shared)
-    with make_codes(making):
+    making = _Freezing(layers, shared=shared)
+    with visiting(making):
         return making, _flatten(run(inputs))
 
 
-def _weight(path: Path, updates: Mapping[Path, Any], making: Making) -> FrozenWeight:
+def _weight(path: Path, updates: Mapping[Path, Any], making: _Freezing) -> FrozenWeight:
     """The weight of the layer whose state is at a path."""
-    differs = updates[path].get(DIFFERS, False)
+    differs = updates[path].get(_DIFFERS, False)
     if not isinstance(differs, jax.core.Tracer) and np.any(differs):
         raise ValueError(
             f"layer {_layer(path)!r} multiplies by several weights with one state: "
@@ -186,7 +262,7 @@ def _weight(path: Path, updates: Mapping[Path, Any], making: Making) -> FrozenWe
     return weight
 
 
-def _parameter_of(path: Path, making: Making, leaves: Mapping[Path, Any]) -> Path:
+def _parameter_of(path: Path, making: _Freezing, leaves: Mapping[Path, Any]) -> Path:
     """The path of the parameter of the layer whose state is at a path."""
     parameter = making.made[_layer(path)][1]
     if (found := ("params", *parameter.path)) not in leaves:
@@ -202,7 +278,7 @@ def _check_uses(
     model: nn.Module,
     leaves: Mapping[Path, Any],
     parameters: Mapping[Path, Path],
-    making: Making,
+    making: _Freezing,
     args: Any,
     kwargs: Mapping[str, Any],
 ) -> set[Path]:
@@ -280,7 +356,7 @@ def _flatten(variables: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def _shared_layers(
-    updates: Mapping[Path, Any], leaves: Mapping[Path, Any], making: Making
+    updates: Mapping[Path, Any], leaves: Mapping[Path, Any], making: _Freezing
 ) -> set[str]:
     """The layers whose weight would be stored once for each step that shares it.
 

@@ -9,19 +9,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fbq_jax.core import fused_layers, nonlinear, threshold
-from fbq_jax.core.arguments import DotArguments
-from fbq_jax.core.dimension_numbers import row_shape
+from fbq_jax.core.arguments import DotArguments, row_shape
 from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.core.fused_layers import FusedSpec
+from fbq_jax.core.gemms import Spec
 from fbq_jax.core.nonlinear import NormSpec
-from fbq_jax.core.spec import Spec
 from fbq_jax.kernels import sources
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.linen.dot import FallbackDot, fallback_dot
 from fbq_jax.recipes.presets import describe_recipe
 from fbq_jax.recipes.schema import check_no_recipe
-from fbq_jax.sharding.explicit_axes import automatic
-from fbq_jax.sharding.manual_axes import as_varying
+from fbq_jax.sharding.mesh_axes import as_varying, run_over_auto_axes
 
 Initializer = Callable[..., jax.Array]
 _MATRICES = (((1,), (0,)), ((), ()))
@@ -177,7 +175,7 @@ class _Projection(nn.Module):
         if self.use_bias:
             zeros = nn.initializers.zeros
             bias = self.param("bias", zeros, features, self.param_dtype)
-        # In training each device joins its shards of gate and up, inside ``automatic``.
+        # In training each device joins its shards of gate and up, inside ``_run``.
         dot = self.dot_general.layer_dot(x, kernel, _MATRICES, as_matrix=_as_matrix)
         assert dot is not None
         return _Linear(dot, bias)
@@ -212,7 +210,9 @@ def _run(
         return y.reshape(out.shape), stats
 
     states = [threshold.canonicalize_state(layer.state) for layer in layers]
-    y, stats = automatic(compute, out)(
+    y, stats = run_over_auto_axes(
+        compute,
+        out,
         x,
         norm_scale.astype(jnp.float32),
         [None if layer.is_frozen else layer.weight for layer in layers],

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fbq_jax.core import threshold
-from fbq_jax.core.frozen_weight import is_freezing
 from fbq_jax.core.threshold import layer_path
+from fbq_jax.core.visitors import is_freezing
 from fbq_jax.int8_flow import layers as shared
 from fbq_jax.int8_flow.blocks import Chain, width
 from fbq_jax.int8_flow.layers import Initializer, ParamSpec, ParamSpecs

@@ -10,19 +10,19 @@ from flax import linen as nn
 from flax.core.scope import Scope
 from jax import lax
 
-from fbq_jax.core.arguments import DotArguments, DotGeneral
-from fbq_jax.core.dimension_numbers import DimensionNumbers
+from fbq_jax.core.arguments import DimensionNumbers, DotArguments, DotGeneral
 from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.core.tracing import trace
+from fbq_jax.core.visitors import visiting
 from fbq_jax.linen.dot import ActivationsDot, FallbackDot
 from fbq_jax.linen.grouped_dense import GroupedDense
 from fbq_jax.linen.int8_flow import Block
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import (
     ALL_STATE,
+    ProductRecorder,
     own_parameters,
     parameter_leaves,
-    record_products,
 )
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.rules_report import (
@@ -300,7 +300,7 @@ class RulesDot(DotGeneral):
             return variables.get("params", {})
 
         with (
-            record_products() as recorder,
+            visiting(ProductRecorder()) as recorder,
             _tracing(tracing),
             nn.intercept_methods(see_module),
         ):

@@ -1,10 +1,17 @@
-"""The state of a Linen layer, in a variable of the module that is running."""
+"""The state of a Linen layer, in a variable of the module that is running.
+
+The codes of the layer's weight are there, too, if it has any.  Where steps of an
+``nn.scan``, or examples of an ``nn.vmap``, have states of their own but share the
+parameters, the codes of a frozen layer are with the parameters.  The codes of a
+training step are in a collection of their own.
+"""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +23,21 @@ from flax.nnx import bridge
 from jax.custom_batching import custom_vmap
 
 from fbq_jax.core import threshold
-from fbq_jax.core.frozen_weight import is_freezing
+from fbq_jax.core.arguments import DimensionNumbers
+from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.threshold import SLOT, layer_path
 from fbq_jax.core.training_warnings import warn_without_state_gradient
+from fbq_jax.core.visitors import FoundCodes, StandIn, WeightCodes, is_freezing
 from fbq_jax.flax_internals import running_modules
 from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.sharding.layer_names import warn_first
 
 Tree = TypeVar("Tree")
+
+#: The parameter that is the weight of a layer.
+KERNEL = "kernel"
+#: The key of the ``WeightCodes`` in the state of a frozen layer.
+WEIGHT = "weight"
 
 # The paths of the modules that called ``share_state``.
 _sharing: ContextVar[set[tuple[str, ...]] | None] = ContextVar("sharing", default=None)
@@ -115,6 +129,123 @@ def _mean_of_set(thetas: jax.Array) -> jax.Array:
     count = jnp.sum(is_set, dtype=jnp.float32)
     mean = jnp.sum(thetas, where=is_set) / jnp.maximum(count, 1.0)
     return jnp.where(count > 0.0, mean, UNSET)
+
+
+class Parameter(NamedTuple):
+    """A parameter that a layer multiplies by.
+
+    Attributes:
+      path: its path in the model's parameters.
+      value: an array, which may be boxed, or a ``StandIn``; None if there is no such
+        parameter.
+      own_code: whether the model's own code multiplies by it, not the op of a layer.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    own_code: bool = False
+
+
+def kernel_of(module: nn.Module) -> Parameter:
+    """The kernel of a layer."""
+    assert module.scope is not None
+    kernel = module.scope.get_variable("params", KERNEL)
+    return Parameter((*module.path, KERNEL), kernel)
+
+
+def codes_collection(collection: str) -> str:
+    """The collection of codes, of layers that keep their state in ``collection``."""
+    return f"{collection}_codes"
+
+
+def is_frozen(state: Mapping[str, Any]) -> bool:
+    """Whether a layer is frozen, or ``freeze`` is running its model."""
+    return WEIGHT in state or is_freezing()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeight:
+    """The weight of a Linen layer in one product.
+
+    Attributes:
+      config: the settings of the layer's dot.
+      module: the layer.
+      variable: holds the layer's state.
+      rhs: the weight.
+      as_matrix: makes the right operand of the product from it.
+      dimension_numbers: of the product.
+      parameter: the parameter that is the weight; None in a product of two activations.
+      ignores_precision: whether the layer asked for a precision that is ignored.
+    """
+
+    config: DotConfig
+    module: nn.Module
+    variable: Variable
+    rhs: jax.Array
+    as_matrix: Callable[[jax.Array], jax.Array]
+    dimension_numbers: DimensionNumbers
+    parameter: Parameter | None
+    ignores_precision: bool
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer."""
+        return layer_path((*self.module.path, self.variable.name))
+
+    @property
+    def collection(self) -> str:
+        """The collection with the layer's state."""
+        return self.variable.collection
+
+    @property
+    def trains(self) -> bool:
+        """Whether the layer's state may change."""
+        return self.module.is_mutable_collection(self.collection)
+
+    @property
+    def has_stand_in(self) -> bool:
+        """Whether the parameter has no values, because the layer is frozen."""
+        return self.parameter is not None and isinstance(self.parameter.value, StandIn)
+
+    @property
+    def parameter_name(self) -> str:
+        """The parameter's path inside the module, or its name in an outer one."""
+        assert self.parameter is not None
+        path, outer = self.parameter.path, self.module.path
+        inside = path[: len(outer)] == outer
+        return "/".join(path[len(outer) :] if inside else path[-1:])
+
+    def operand(self) -> jax.Array:
+        """The right operand of the product."""
+        return self.as_matrix(self.rhs)
+
+    def codes(self) -> FoundCodes:
+        """The codes that the layer's variables have, and whether it is frozen.
+
+        There are none in a layer that quantizes its weight itself.
+
+        Raises:
+          ValueError: parameters and state do not belong together, or the codes are of
+            another weight or product.
+        """
+        if self.parameter is None:
+            return None, False
+        codes: WeightCodes | None = self.variable.value.get(WEIGHT)
+        if codes is None and self.has_stand_in:
+            raise self.lacks_codes(self.collection)
+        if codes is None:
+            collection, name = codes_collection(self.collection), self.variable.name
+            codes = self.module.get_variable(collection, name)
+        if codes is None:
+            return None, False
+        return codes.codes_for(self), codes.is_frozen
+
+    def lacks_codes(self, collection: str) -> ValueError:
+        """The error of a frozen layer without codes in a collection."""
+        return ValueError(
+            f"layer {self.layer!r} is frozen, but has no codes in the collection "
+            f"{collection!r}: pass apply all collections that freeze returned"
+        )
 
 
 def can_keep_state(scope: Scope | None) -> bool:

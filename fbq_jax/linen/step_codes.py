@@ -11,7 +11,15 @@ from typing import Any
 
 from flax import linen as nn
 
-from fbq_jax.core.frozen_weight import Making, check_found, make_codes
+from fbq_jax.core.frozen_weight import (
+    Making,
+    check_found,
+    has_constant_codes,
+    quantize_step_weight,
+    quantizes_weights,
+)
+from fbq_jax.core.visitors import FoundCodes, visiting
+from fbq_jax.linen.state import KERNEL, WEIGHT, LayerWeight, codes_collection
 from fbq_jax.linen.tracing import ALL_STATE
 from fbq_jax.model_kind import check_linen
 
@@ -73,11 +81,46 @@ def quantize_weights_once(
     """
     check_linen("quantize_weights_once", model)
     kwargs = {name: value for name, value in kwargs.items() if name != "mutable"}
-    making = Making(layers=None, for_step=True)
-    with make_codes(making):
+    making = _StepCodes()
+    with visiting(making):
         # Other collections may change, too, as in training; the changes are dropped.
         _, updates = model.apply(variables, *args, mutable=ALL_STATE, **kwargs)
     collections = {collection for _, collection in making.made.values()}
     codes = {name: updates[name] for name in collections if name in updates}
     check_found(codes, making.left, stacklevel=2)
     return codes
+
+
+class _StepCodes(Making):
+    """The visitor for which layers store the codes of a step."""
+
+    def codes(self, product: Any) -> FoundCodes | None:
+        """The codes that a step's microbatches share, which the layer stores."""
+        if not isinstance(product, LayerWeight) or product.parameter is None:
+            return None
+        if WEIGHT in product.variable.value or product.has_stand_in:
+            return None
+        recipe, module = product.config.recipe, product.module
+        collection = codes_collection(product.collection)
+        if not quantizes_weights(recipe):
+            return None, False
+        library = type(module).__module__.split(".")[0]
+        # Nobody knows what other modules make of their kernel, or of an activation.
+        is_kernel = library in ("flax", "fbq_jax") and module.has_variable(
+            "params", KERNEL
+        )
+        if not has_constant_codes(recipe) or not is_kernel:
+            self.left.add(product.layer)
+            return None, False
+        if not module.is_mutable_collection(collection):
+            raise ValueError(
+                f"layer {product.layer!r} cannot store codes in the collection "
+                f"{collection!r}: if the layer is inside nn.scan or nn.vmap, list it "
+                "beside 'params', in variable_axes or variable_broadcast"
+            )
+        weight = quantize_step_weight(
+            product.config, product.operand(), product.dimension_numbers
+        )
+        module.put_variable(collection, product.variable.name, weight)
+        self.made[product.layer] = weight.axes, collection
+        return weight.codes, False

@@ -1,6 +1,6 @@
 """What a Linen model that is traced tells: its products and its parameters."""
 
-import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,52 +9,38 @@ import jax
 from flax import linen as nn
 from flax.core import DenyList
 
-from fbq_jax.recipes.rules_report import ProductRecorder, QuantizedParameter
-from fbq_jax.recipes.schema import Recipe
+from fbq_jax.core.visitors import Visitor
+from fbq_jax.linen.state import KERNEL, LayerWeight
+from fbq_jax.recipes.rules_report import QuantizedParameter
 
-#: The parameter that is the weight of a layer.
-KERNEL = "kernel"
 ALL_STATE = DenyList("params")  # all collections but the parameters
 
-# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_recorder = jax.make_user_context(None)
 
+@dataclasses.dataclass(eq=False)
+class ProductRecorder(Visitor):
+    """Records the quantized products with weights, without their rules."""
 
-@contextlib.contextmanager
-def record_products() -> Iterator[ProductRecorder]:
-    """Makes ops that are traced inside report to the recorder that it yields."""
-    recorder = ProductRecorder()
-    with _recorder(recorder):
-        yield recorder
+    products: list[QuantizedParameter] = dataclasses.field(default_factory=list)
 
-
-def record_product(
-    module: nn.Module,
-    parameter: tuple[str, ...] | None,
-    rhs: Any,
-    recipe: Recipe,
-    *,
-    ignores_precision: bool,
-) -> None:
-    """Records a product, if someone asked for it.
-
-    Args:
-      module: the calling layer.
-      parameter: the path of the parameter that it multiplies by; None to find it among
-        the layer's own.
-      rhs: the right operand.
-      recipe: of the product.
-      ignores_precision: whether the layer asked for a precision that is ignored.
-    """
-    recorder: ProductRecorder | None = _recorder.value
-    if recorder is None:
-        return
-    if parameter is None:
-        parameter = (*module.path, *_weight_name(module, rhs))
-    path, layer = "/".join(parameter), "/".join(module.path)
-    recorder.products.append(
-        QuantizedParameter(path, rhs.shape, layer, None, recipe, ignores_precision)
-    )
+    def see(self, product: Any) -> Any:
+        """Records a product; reports have a row of their own for two activations."""
+        if not isinstance(product, LayerWeight) or product.parameter is None:
+            return product
+        module, rhs = product.module, product.rhs
+        path = product.parameter.path
+        if not product.parameter.own_code:  # a layer may multiply by another one
+            path = (*module.path, *_weight_name(module, rhs))
+        self.products.append(
+            QuantizedParameter(
+                "/".join(path),
+                rhs.shape,
+                "/".join(module.path),
+                None,
+                product.config.recipe,
+                product.ignores_precision,
+            )
+        )
+        return product
 
 
 def own_parameters(module: nn.Module) -> dict[str, tuple[int, ...]]:

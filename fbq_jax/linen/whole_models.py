@@ -24,10 +24,10 @@ from fbq_jax.flax_internals import MethodWrapper, module_fingerprint, split_axes
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.linen.conv import FallbackConv
 from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
-from fbq_jax.linen.frozen import codes_collection
 from fbq_jax.linen.rules import Quantization, Root, RulesDot, quantized_root
 from fbq_jax.linen.state import (
     calling_module,
+    codes_collection,
     is_mutable_state,
     share_state,
     sharing_states,

@@ -14,29 +14,18 @@ from flax.errors import TraceContextError
 from jax import lax
 
 from fbq_jax.core import threshold
-from fbq_jax.core.arguments import DotArguments, DotGeneral
+from fbq_jax.core.arguments import DimensionNumbers, DotArguments, DotGeneral
 from fbq_jax.core.conv import conv_general_dilated
-from fbq_jax.core.dimension_numbers import DimensionNumbers
 from fbq_jax.core.dot_general import DotConfig, LayerDot
 from fbq_jax.core.einsum import QuantizedEinsum
-from fbq_jax.core.frozen_weight import (
-    Axes,
-    Making,
-    StepWeight,
-    active_making,
-    check_axes,
-    differ,
-    quantize_step_weight,
-    quantize_weight,
-)
-from fbq_jax.core.tracing import observe_weight
+from fbq_jax.core.frozen_weight import Axes, check_axes
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
+from fbq_jax.core.visitors import FoundCodes, visitor
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.nnx.op_warnings import warn_if_hidden, warn_if_shared
 from fbq_jax.nnx.plain_method import PlainMethod
 from fbq_jax.recipes import fallback
-from fbq_jax.recipes.rules_report import QuantizedParameter
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
 
@@ -55,11 +44,6 @@ class StepCodes(nnx.Variable):
     """The codes of a weight in ``quantize_weights_once``, a ``StepWeight``."""
 
 
-#: The ``ProductRecorder`` to which ops report; None unless a report is made.  Part of
-#: the key of JAX's trace caches: a layer that was traced before is traced again.
-product_recorder = jax.make_user_context(None)
-#: The attribute of an op with the codes that it is making.
-MADE = "made"
 #: Whether a context of ``quantize_weights_once`` is active.
 in_step = jax.make_user_context(False)
 #: Whether ``evaluation`` is active.  Part of the key of JAX's trace caches: a layer
@@ -204,7 +188,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         arguments, ignores = self.config.ignoring(arguments)
         dims = arguments.dimension_numbers
         layer = self.layer_dot(lhs, rhs, dims, ignores_precision=ignores)
-        return layer.dot_general(lhs, arguments)
+        return layer.multiply(lhs, arguments)
 
     @PlainMethod
     def layer_dot(
@@ -217,18 +201,19 @@ class FallbackDot(DotGeneral, nnx.Module):
     ) -> LayerDot:
         """The dot of the layer with this weight."""
         del x
+        product = DotProduct(self, rhs, dimension_numbers, ignores_precision)
+        codes: FoundCodes | None = None
         if self.layer is not None:
-            if (recorder := product_recorder.value) is not None:
-                row = self.layer, rhs.shape, self.layer, None, self.recipe
-                recorder.products.append(QuantizedParameter(*row, ignores_precision))
-            rhs = observe_weight(self.layer, jnp.asarray(rhs))
-        codes, frozen = self._codes(rhs, dimension_numbers)
-        rhs = self.check_moves(rhs)
+            product = dataclasses.replace(product, rhs=jnp.asarray(rhs))
+            product = visitor.value.see(product)
+            codes = visitor.value.codes(product)
+        layouts, frozen = codes or self._codes(product)
+        rhs = self.check_moves(product.rhs)
         return LayerDot(
             self.config,
             self.state(),
             rhs,
-            codes,
+            layouts,
             is_frozen=frozen,
             commit=self.commit,
             named=functools.partial(self.named, _description(rhs)),
@@ -253,7 +238,8 @@ class FallbackDot(DotGeneral, nnx.Module):
         with layer_name(path, name), jax.named_scope(scope):
             yield
 
-    def _shown_name(self) -> str:
+    @PlainMethod
+    def shown_name(self) -> str:
         """What errors and warnings call the layer."""
         return self.path.name or current_layer() or "an nnx.FallbackDot"
 
@@ -267,7 +253,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         names = ("theta", "rate", "count", "seed")
         for name in names:
             if isinstance(getattr(self, name).get_value(), jax.ShapeDtypeStruct):
-                layer = self._shown_name()
+                layer = self.shown_name()
                 raise ValueError(
                     f"{layer}: {name} has a shape but no value: update an abstract "
                     "model with all of its state, not with its nnx.Param alone"
@@ -288,7 +274,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         """
         if self.layer is not None:
             return weight
-        name = self._shown_name()
+        name = self.shown_name()
         if not self.evaluates:
             threshold.check_count(self.state(), name)
             warn_if_shared(self, weight)
@@ -330,7 +316,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         except TraceContextError:
             if not needs_state(self.recipe):
                 return out
-            threshold.raise_lost_state(self._shown_name(), _NNX_TRANSFORMS)
+            threshold.raise_lost_state(self.shown_name(), NNX_TRANSFORMS)
         return out
 
     @PlainMethod
@@ -346,77 +332,58 @@ class FallbackDot(DotGeneral, nnx.Module):
         if rngs is not None:
             self.seed.set_value(jax.random.bits(rngs.params(), shape, jnp.uint32))
 
-    def _codes(
-        self, rhs: jax.Array, dimension_numbers: DimensionNumbers
-    ) -> tuple[Layouts | None, bool]:
+    def _codes(self, product: "DotProduct") -> FoundCodes:
         """The codes of the layer's weight, and whether the layer is frozen.
 
         There are none in a layer that quantizes its weight itself.
         """
-        making = active_making()
-        if making is not None and self.layer in (making.layers or ()):
-            self._make_codes(making, rhs, dimension_numbers)
-        elif self.weight is not None:
-            layer = self.layer or self._shown_name()
+        if self.weight is not None:
+            layer = self.layer or self.shown_name()
             if not self.evaluates:
                 raise ValueError(
                     f"layer {layer!r} is frozen and does not train: call model.eval() "
                     "on the model that freeze returned, or train the model from before"
                 )
-            check_axes(self.axes, dimension_numbers, layer)
+            check_axes(self.axes, product.dimension_numbers, layer)
             return Layouts(None, self.weight.get_value()), True
-        elif self.step_codes is not None:
-            name = self._shown_name()
-            if not in_step.value:
-                raise ValueError(
-                    f"{name} has codes of a step, and its weight may be another one by "
-                    "now: call nnx.split, nnx.merge and the model inside the context "
-                    "of fbq_jax.nnx.quantize_weights_once"
-                )
-            weight: StepWeight = self.step_codes.get_value()
-            return weight.codes_for(name, lambda: rhs, dimension_numbers), False
-        return None, False
-
-    def _make_codes(
-        self, making: Making, rhs: jax.Array, dimension_numbers: DimensionNumbers
-    ) -> None:
-        """Makes the codes that ``freeze`` or a training step asks for.
-
-        They go to the variable ``MADE``, if there is one to take them, with 0 before a
-        product, 1 after it, and 2 after products with several weights.
-
-        Raises:
-          ValueError: the codes of a stack are not sliced as its parameters.
-        """
-        weight: Any
-        if making.for_step:
-            weight = quantize_step_weight(self.config, rhs, dimension_numbers)
-        else:
-            state = self.state()
-            weight = quantize_weight(self.config, state, rhs, dimension_numbers).codes
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weight)
-        assert self.layer is not None
-        making.add(self.layer, dimension_numbers, shapes)
-        if (made := getattr(self, MADE, None)) is None:
-            return
-        codes, count = made.get_value()
-        if jax.tree.map(jnp.shape, codes) != jax.tree.map(jnp.shape, weight):
+        if self.step_codes is None:
+            return None, False
+        if not in_step.value:
             raise ValueError(
-                f"layer {self.layer!r} is one of a stack, whose codes are not sliced: "
-                "slice codes of stacked layers as their parameters"
+                f"{product.layer} has codes of a step, and its weight may be another "
+                "one by now: call nnx.split, nnx.merge and the model inside the "
+                "context of fbq_jax.nnx.quantize_weights_once"
             )
-        if not making.for_step:
-            again = jnp.where(differ(codes, weight), 2, count)
-            count = jnp.where(count == 0, 1, again)
-        try:
-            made.set_value((weight, count))
-        except TraceContextError:
-            if not making.for_step:
-                threshold.raise_lost_state(f"layer {self.layer!r}", _NNX_TRANSFORMS)
-            making.left.add(self.layer)
+        return self.step_codes.get_value().codes_for(product), False
 
 
-_NNX_TRANSFORMS = (
+@dataclasses.dataclass(frozen=True)
+class DotProduct:
+    """A product of an NNX layer.
+
+    Attributes:
+      dot: the layer's op.
+      rhs: the weight, which is the right operand.
+      dimension_numbers: of the product.
+      ignores_precision: whether the layer asked for a precision that is ignored.
+    """
+
+    dot: FallbackDot
+    rhs: jax.Array
+    dimension_numbers: DimensionNumbers
+    ignores_precision: bool
+
+    @property
+    def layer(self) -> str:
+        """The path of the layer, or what errors call it."""
+        return self.dot.layer or self.dot.shown_name()
+
+    def operand(self) -> jax.Array:
+        """The right operand of the product."""
+        return self.rhs
+
+
+NNX_TRANSFORMS = (
     "NNX's, such as nnx.jit and nnx.remat (in a Linen layer, fbq_jax.FallbackDot in "
     "place of fbq_jax.nnx.FallbackDot)"
 )

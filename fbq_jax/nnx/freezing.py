@@ -8,7 +8,6 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
-    Making,
     as_array,
     check_recipe,
     check_thetas,
@@ -26,6 +25,7 @@ from fbq_jax.nnx.dot import (
 )
 from fbq_jax.nnx.sharing import check_unshared
 from fbq_jax.nnx.tracing import (
+    MakingCodes,
     changing_weights,
     make_weights,
     parameter_paths,
@@ -92,7 +92,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     model.eval()
     layers = _find_layers(model)
     args, kwargs = jax.tree.map(as_array, (args, kwargs))
-    making = Making(layers)
+    making = MakingCodes(layers)
     weights = make_weights(nnx.clone(model), making, args, kwargs)
     making.check_all_ran()
     if changing := changing_weights(model, layers, args, kwargs):

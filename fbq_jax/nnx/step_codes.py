@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from fbq_jax.core.frozen_weight import (
-    Making,
     as_array,
     check_found,
     has_constant_codes,
@@ -27,7 +26,7 @@ from fbq_jax.nnx.dot import (
 from fbq_jax.nnx.freezing import unknown_weight
 from fbq_jax.nnx.naming import dots_by_path
 from fbq_jax.nnx.sharing import check_unshared
-from fbq_jax.nnx.tracing import changing_weights, make_weights, name_ops
+from fbq_jax.nnx.tracing import MakingCodes, changing_weights, make_weights, name_ops
 
 
 @contextlib.contextmanager
@@ -105,7 +104,7 @@ def quantize_weights_once(
         changing = list(constant)  # which the warning names
     constant.difference_update(changing)
     weights = make_weights(
-        name_ops(model), Making(constant, for_step=True), args, kwargs
+        name_ops(model), MakingCodes(constant, for_step=True), args, kwargs
     )
     check_found(weights, dots.keys() - weights.keys(), stacklevel=3)
     for path, weight in weights.items():

@@ -1,5 +1,6 @@
 """Traces NNX models: their products, and the codes of their weights."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -8,8 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 
-from fbq_jax.core.frozen_weight import Making, make_codes
+from fbq_jax.core import threshold
+from fbq_jax.core.frozen_weight import (
+    Making,
+    differ,
+    quantize_step_weight,
+    quantize_weight,
+)
 from fbq_jax.core.threshold import ROOT
 from fbq_jax.core.tracing import (
     OUTPUTS,
@@ -18,17 +26,21 @@ from fbq_jax.core.tracing import (
     split_arrays,
     trace,
 )
+from fbq_jax.core.visitors import FoundCodes, Visitor, visiting
 from fbq_jax.nnx.dot import (
-    MADE,
+    NNX_TRANSFORMS,
+    DotProduct,
     FallbackState,
     FrozenCodes,
     StepCodes,
     dot_name,
     is_activations_dot,
-    product_recorder,
 )
 from fbq_jax.nnx.naming import dots_by_path
-from fbq_jax.recipes.rules_report import ProductRecorder, QuantizedParameter
+from fbq_jax.recipes.rules_report import QuantizedParameter
+
+# The attribute of an op with the codes that it is making.
+_MADE = "made"
 
 
 def split_model(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -81,8 +93,7 @@ def trace_products(
       args: the arguments of a call; arrays may be ``jax.ShapeDtypeStruct``.
       kwargs: keyword arguments of the same call.
     """
-    recorder = ProductRecorder()
-    with product_recorder(recorder):
+    with visiting(_ProductRecorder()) as recorder:
         trace_call(name_ops(model), args, kwargs)
     modules = {_join(path): module for path, module in nnx.iter_modules(model)}
     dots, names = dots_by_path(model), parameter_paths(model)
@@ -209,8 +220,81 @@ def changing_weights(
     return sorted(find_dependents(run, moving, variables, list(layers)) - {OUTPUTS})
 
 
+@dataclasses.dataclass(eq=False)
+class _ProductRecorder(Visitor):
+    """Records the quantized products, without their rules."""
+
+    products: list[QuantizedParameter] = dataclasses.field(default_factory=list)
+
+    def see(self, product: Any) -> Any:
+        """Records a product."""
+        if isinstance(product, DotProduct):
+            layer, shape, recipe = product.layer, product.rhs.shape, product.dot.recipe
+            row = layer, shape, layer, None, recipe, product.ignores_precision
+            self.products.append(QuantizedParameter(*row))
+        return product
+
+
+@dataclasses.dataclass(eq=False)
+class MakingCodes(Making):
+    """The visitor of ``freeze``, or of a training step, for NNX.
+
+    Attributes:
+      for_step: whether the codes are for a training step; otherwise for ``freeze``.
+    """
+
+    for_step: bool = False
+
+    @property
+    def freezes(self) -> bool:  # type: ignore[override]
+        """Whether the codes are for ``freeze``."""
+        return not self.for_step
+
+    def codes(self, product: Any) -> FoundCodes | None:
+        """Makes the codes of a layer's weight; the layer itself reads none.
+
+        They go to the variable ``_MADE``, if there is one to take them, with 0 before a
+        product, 1 after it, and 2 after products with several weights.
+
+        Raises:
+          ValueError: the codes of a stack are not sliced as its parameters.
+        """
+        if not isinstance(product, DotProduct) or product.layer not in (
+            self.layers or ()
+        ):
+            return None
+        dot, layer, dims = product.dot, product.layer, product.dimension_numbers
+        weight: Any
+        if self.for_step:
+            weight = quantize_step_weight(dot.config, product.rhs, dims)
+        else:
+            weight = quantize_weight(dot.config, dot.state(), product.rhs, dims).codes
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weight)
+        self.add(layer, dims, shapes)
+        if (made := getattr(dot, _MADE, None)) is not None:
+            self._store(layer, made, weight)
+        return None, False
+
+    def _store(self, layer: str, made: nnx.Variable[Any], weight: Any) -> None:
+        codes, count = made.get_value()
+        if jax.tree.map(jnp.shape, codes) != jax.tree.map(jnp.shape, weight):
+            raise ValueError(
+                f"layer {layer!r} is one of a stack, whose codes are not sliced: slice "
+                "codes of stacked layers as their parameters"
+            )
+        if not self.for_step:
+            again = jnp.where(differ(codes, weight), 2, count)
+            count = jnp.where(count == 0, 1, again)
+        try:
+            made.set_value((weight, count))
+        except TraceContextError:
+            if not self.for_step:
+                threshold.raise_lost_state(f"layer {layer!r}", NNX_TRANSFORMS)
+            self.left.add(layer)
+
+
 def make_weights(
-    model: nnx.Module, making: Making, args: Any, kwargs: Any
+    model: nnx.Module, making: "MakingCodes", args: Any, kwargs: Any
 ) -> dict[str, Any]:
     """The codes that the layers of a model make of their weights, by their paths.
 
@@ -222,7 +306,7 @@ def make_weights(
       args: the arguments of a call; arrays may be ``jax.ShapeDtypeStruct``.
       kwargs: keyword arguments of the same call.
     """
-    with make_codes(making):
+    with visiting(making):
         trace_call(model, args, kwargs)
         graphdef, state = nnx.split(model)
         arrays, rebuild = split_arrays((state, args, kwargs))
@@ -234,9 +318,9 @@ def make_weights(
             _make_places(model, making)
             model(*args, **kwargs)
             return {
-                str(dot.layer): getattr(dot, MADE).get_value()
+                str(dot.layer): getattr(dot, _MADE).get_value()
                 for dot in dots_by_path(model).values()
-                if hasattr(dot, MADE)
+                if hasattr(dot, _MADE)
             }
 
         weights = run(arrays)
@@ -249,7 +333,7 @@ def make_weights(
     return {x: codes for x, (codes, _) in weights.items() if x not in making.left}
 
 
-def _make_places(model: nnx.Module, making: Making) -> None:
+def _make_places(model: nnx.Module, making: "MakingCodes") -> None:
     """Gives ops variables for the codes that a trace of the model has announced."""
     kind = StepCodes if making.for_step else FrozenCodes
     for dot in dots_by_path(model).values():
@@ -262,7 +346,7 @@ def _make_places(model: nnx.Module, making: Making) -> None:
         ]
         codes = jax.tree.unflatten(jax.tree.structure(shapes), codes)
         place: nnx.Variable[Any] = kind((codes, jnp.zeros(stack, jnp.int32)))
-        setattr(dot, MADE, nnx.data(place))
+        setattr(dot, _MADE, nnx.data(place))
 
 
 def _join(parts: Iterable[Any]) -> str:

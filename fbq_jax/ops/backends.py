@@ -1,7 +1,7 @@
 """The backends: what each supports, why not, and how it runs the ops.
 
-A backend has a method for each op that it has kernels for.  ``BACKENDS`` lists them,
-the fastest first.
+A backend has a method for each op that it has kernels for.  They are in the order of
+their speed:
 
 ========= ==================================================================
 mosaic    NVIDIA Hopper: the GEMM in Pallas Mosaic GPU, the rest as in triton;
@@ -17,14 +17,16 @@ but ``reference`` use XLA's own INT8 GEMM for it.
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
 
-from fbq_jax.kernels import packing, reference, threshold_reference
+from fbq_jax.kernels import packing, reference, speed_map, threshold_reference
 from fbq_jax.kernels.quantized import CodeDtype, Quantized, Unquantized, product_block
+from fbq_jax.ops.dispatch import BACKENDS, Backend, Request
+from fbq_jax.sharding.layer_names import warn_first
 
 # The lowest version that the kernel is tested with; ``plgpu.kernel`` of 0.9 differs.
 MOSAIC_JAX = (0, 10, 2)
@@ -32,82 +34,31 @@ _TRITON_SIDES = (32, 64, 128, 256)
 _MOSAIC_SIDES = _TPU_SIDES = (128, 256)
 # The most rows of lhs that GPUs multiply with the kernel for few rows.
 _FEW_ROWS = 128
+# TPUs (v6e) whose vector units are slow beside their matrix units.
+_FAST_MATRIX_UNITS = frozenset({"TPU v6 lite", "TPU v6e"})
 
 
-class Request(NamedTuple):
-    """What a call asks of a backend.
-
-    Attributes:
-      op: the name of the op.
-      sides: the sides of the blocks that share a scale; 1 for scales of single rows,
-        and empty for one scale per row or per matrix.
-      codes: the dtype of the codes.
-      grouped: whether the rows are in groups, such as one for each expert.
-      packs: the length of the rows that the source of ``quantize`` packs for its
-        backward pass, and the most rows of a block that one kernel then holds; None for
-        a matrix, which packs nothing.
-    """
-
-    op: str
-    sides: tuple[int, ...]
-    codes: CodeDtype = "int8"
-    grouped: bool = False
-    packs: tuple[int, int] | None = None
-
-    @staticmethod
-    def sides_of(*blocks: tuple[int | None, ...]) -> tuple[int, ...]:
-        """The ``sides`` of a call whose operands or layouts have these blocks."""
-        sides = [side for block in blocks for side in block]
-        known = tuple(side for side in sides if side is not None)
-        return known if len(known) == len(sides) else ()
-
-
-class Backend:
-    """The reference, and the base of the other backends.
-
-    Attributes:
-      name: the name that ``implementation=`` takes.
-      platform: the platform of JAX that it is for; None for all.
-    """
+class Reference(Backend):
+    """The definitions of the ops, which run on any device."""
 
     name = "reference"
-    platform: str | None = None
-
-    def refusal(self, request: Request) -> str | None:
-        """The reason why it does not support a call here, or None if it does."""
-        del request
-        return None
-
-    def caveat(self, request: Request) -> str:
-        """What is slow about a call; nothing if it is as fast as others."""
-        del request
-        return ""
-
-    def kernel(self, request: Request) -> str:
-        """What computes a call: the backend's name, or ``"xla"``."""
-        del request
-        return self.name
-
-    def reads_sums(self, codes: CodeDtype, *dtypes: Any) -> bool:
-        """Whether a GEMM with one of these output dtypes reads ``Quantized.sums``."""
-        del codes, dtypes
-        return False
-
-    def quantizes_lhs(self, rows: int, lhs: Unquantized, rhs: Quantized) -> bool:
-        """Whether ``matmul`` had best quantize an lhs of so many rows itself."""
-        return _fits_few_rows(rows, lhs, rhs)
-
+    max_part_depth: int | None = reference.MAX_INT32_K
     quantize = staticmethod(reference.quantize)
     matmul = staticmethod(reference.matmul)
     contract = staticmethod(reference.contract)
     move_threshold = staticmethod(threshold_reference.move_threshold)
 
+    def quantizes_lhs(self, rows: int, lhs: Unquantized, rhs: Quantized) -> bool:
+        """As GPUs do."""
+        return _fits_few_rows(rows, lhs, rhs)
 
-class Triton(Backend):
+
+class Triton(Reference):
     """Triton kernels for NVIDIA GPUs."""
 
     name = "triton"
     platform = "gpu"
+    max_part_depth = None
     sides: tuple[int, ...] = _TRITON_SIDES
 
     def refusal(self, request: Request) -> str | None:
@@ -115,10 +66,10 @@ class Triton(Backend):
         if reason := _nvidia_refusal():
             return reason
         sides = [side for side in request.sides if side != 1]
-        is_gemm = request.op in ("matmul", "contract")
-        if reason := _sides_refusal(sides, self.sides if is_gemm else _TRITON_SIDES):
+        accepted = self.sides if request.is_gemm else _TRITON_SIDES
+        if reason := _sides_refusal(sides, accepted):
             return reason
-        if request.grouped and is_gemm and not request.sides:
+        if request.grouped and request.is_gemm and not request.sides:
             return "products of groups take scales per block, not per row"
         has_codes = request.op != "move_threshold"
         is_float8 = has_codes and request.codes == "float8_e4m3fn"
@@ -145,6 +96,10 @@ class Triton(Backend):
             f"that are multiples of {group}, not blocks {columns} wide with {rows} "
             f"rows and rows of {width}"
         )
+
+    def find_speed_map(self) -> speed_map.SpeedMap | None:
+        """The map that ``fbq_jax.bench`` measured."""
+        return speed_map.load(jax.devices()[0].device_kind)
 
     def kernel(self, request: Request) -> str:
         """XLA multiplies operands without a scale inside the contraction."""
@@ -220,9 +175,7 @@ class Mosaic(Triton):
 
     def kernel(self, request: Request) -> str:
         """Only GEMMs are written in Mosaic."""
-        found = super().kernel(request)
-        is_gemm = request.op in ("matmul", "contract")
-        return found if is_gemm or found == "xla" else Triton.name
+        return super().kernel(request) if request.is_gemm else Triton.name
 
     def reads_sums(self, codes: CodeDtype, *dtypes: Any) -> bool:
         """Running sums of products of INT8 codes need a bound, for 16-bit outputs."""
@@ -240,11 +193,12 @@ class Mosaic(Triton):
         return grouped_gemm
 
 
-class Tpu(Backend):
+class Tpu(Reference):
     """Pallas kernels for TPUs."""
 
     name = "tpu"
     platform = "tpu"
+    max_part_depth = None
 
     def refusal(self, request: Request) -> str | None:
         """Needs a TPU, INT8 codes, and blocks of 128 or 256."""
@@ -263,6 +217,20 @@ class Tpu(Backend):
             request.op == "matmul" and not request.sides
         )
         return "xla" if is_xla else self.name
+
+    def warn(self, request: Request) -> None:
+        """Blocks may suit other generations."""
+        if request.op != "matmul" or not request.sides or min(request.sides) > 128:
+            return
+        device = jax.devices()[0].device_kind
+        if device in _FAST_MATRIX_UNITS:
+            warn_first(
+                ("small blocks", device),
+                f"blocks of 128 on a {device}: its vector units take longer to scale "
+                "the products than its matrix units to multiply. Blocks of 256, as in "
+                "dataclasses.replace(recipe, block=256), halve that work, and the "
+                "recipe rowwise has none of it. See docs/performance/results.md",
+            )
 
     def quantizes_lhs(self, rows: int, lhs: Unquantized, rhs: Quantized) -> bool:
         """No kernel does."""
@@ -299,11 +267,8 @@ class Tpu(Backend):
         return grouped.contract(*args, **options)
 
 
-REFERENCE = Backend()
-#: All backends by name, the fastest first; the last one runs everywhere.
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (Mosaic(), Triton(), Tpu(), REFERENCE)
-}
+for _backend in (Mosaic(), Triton(), Tpu(), Reference()):
+    BACKENDS[_backend.name] = _backend
 
 
 def _has_few_rows(rows: int, m: int | None, most: int) -> bool:

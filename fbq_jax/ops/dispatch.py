@@ -2,31 +2,115 @@
 
 ``choose_layer`` tells whether a layer is quantized, by the measured map of this GPU.
 
-The first backend in the table of ``fbq_jax.ops.backends`` that supports a call is used.
-The argument ``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION``
-(read when a function is traced), overrides this.  If the requested backend does not
-support the call, an error says why.
+A call of an op makes a ``Request``.  The first backend that supports it is used, in the
+order in which ``fbq_jax.ops.backends`` adds them to ``BACKENDS``.  The argument
+``implementation``, or else the environment variable ``FBQ_IMPLEMENTATION`` (read when a
+function is traced), overrides this.  If the requested backend does not support the
+call, an error says why.
 """
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import export
 
-from fbq_jax.kernels import speed_map
-from fbq_jax.kernels.quantized import CodeDtype
-from fbq_jax.ops.backends import BACKENDS, Backend, Request
-from fbq_jax.ops.op import OPS
+from fbq_jax.kernels.quantized import CodeDtype, Quantized, Unquantized
 from fbq_jax.recipes.schema import MAPPED_BLOCK, Recipe
 from fbq_jax.sharding.layer_names import current_layer, warn_first
 
 ENVIRONMENT_VARIABLE = "FBQ_IMPLEMENTATION"
-IMPLEMENTATIONS = tuple(BACKENDS)
-# TPUs (v6e) whose vector units are slow beside their matrix units.
-_FAST_MATRIX_UNITS = frozenset({"TPU v6 lite", "TPU v6e"})
+
+
+class Request(NamedTuple):
+    """What a call asks of a backend.
+
+    Attributes:
+      op: the name of the op.
+      sides: the sides of the blocks that share a scale; 1 for scales of single rows,
+        and empty for one scale per row or per matrix.
+      codes: the dtype of the codes.
+      grouped: whether the rows are in groups, such as one for each expert.
+      packs: the length of the rows that the source of ``quantize`` packs for its
+        backward pass, and the most rows of a block that one kernel then holds; None for
+        a matrix, which packs nothing.
+    """
+
+    op: str
+    sides: tuple[int, ...]
+    codes: CodeDtype = "int8"
+    grouped: bool = False
+    packs: tuple[int, int] | None = None
+
+    @staticmethod
+    def sides_of(*blocks: tuple[int | None, ...]) -> tuple[int, ...]:
+        """The ``sides`` of a call whose operands or layouts have these blocks."""
+        sides = [side for block in blocks for side in block]
+        known = tuple(side for side in sides if side is not None)
+        return known if len(known) == len(sides) else ()
+
+    @property
+    def is_gemm(self) -> bool:
+        """Whether the op multiplies."""
+        return self.op in ("matmul", "contract")
+
+
+class Backend:
+    """A backend: the calls that it supports, and a method for each op.
+
+    Attributes:
+      name: the name that ``implementation=`` takes.
+      platform: the platform of JAX that it is for; None for all.
+      max_part_depth: the longest part of a contraction that its ``matmul`` takes as a
+        block with a scale of its own, in one product with other parts; None if each
+        part is a product.
+    """
+
+    name: str
+    platform: str | None = None
+    max_part_depth: int | None = None
+
+    def refusal(self, request: Request) -> str | None:
+        """The reason why it does not support a call here, or None if it does."""
+        del request
+        return None
+
+    def caveat(self, request: Request) -> str:
+        """What is slow about a call; nothing if it is as fast as others."""
+        del request
+        return ""
+
+    def kernel(self, request: Request) -> str:
+        """What computes a call: the backend's name, or ``"xla"``."""
+        del request
+        return self.name
+
+    def warn(self, request: Request) -> None:
+        """Warns, once, of settings that suit other devices better."""
+
+    def find_speed_map(self) -> Any:
+        """The ``SpeedMap`` of the machine's device; None if there is none."""
+        return None
+
+    def reads_sums(self, codes: CodeDtype, *dtypes: Any) -> bool:
+        """Whether a GEMM with one of these output dtypes reads ``Quantized.sums``."""
+        del codes, dtypes
+        return False
+
+    def quantizes_lhs(self, rows: int, lhs: Unquantized, rhs: Quantized) -> bool:
+        """Whether ``matmul`` had best quantize an lhs of so many rows itself."""
+        del rows, lhs, rhs
+        return False
+
+
+#: All backends by name, the fastest first; the last one runs everywhere.
+BACKENDS: dict[str, Backend] = {}
+#: Their names.
+IMPLEMENTATIONS = BACKENDS.keys()
+#: The records of all ops (``fbq_jax.ops.op.Op``) by name.
+OPS: dict[str, Any] = {}
 
 
 class Choice(NamedTuple):
@@ -183,10 +267,10 @@ def warn_of_choice(
     """
     if is_reference_by_default(choice, implementation):
         _warn_of_reference(choice, request)
-    caveat = BACKENDS[choice.implementation].caveat(request)
-    if caveat and not _is_asked_for(implementation):
+    backend = BACKENDS[choice.implementation]
+    if (caveat := backend.caveat(request)) and not _is_asked_for(implementation):
         warn_first(caveat, f"{_of_layer()}{choice.op} takes more time; {caveat}")
-    _warn_of_small_blocks(choice, request)
+    backend.warn(request)
     if request.packs is not None:
         warn_of_packing()
 
@@ -211,21 +295,6 @@ def _warn_of_reference(choice: Choice, request: Request) -> None:
     )
 
 
-def _warn_of_small_blocks(choice: Choice, request: Request) -> None:
-    """Warns, once, of a GEMM on a TPU whose blocks suit other generations."""
-    if choice.backend != "tpu" or choice.op != "matmul" or min(request.sides) > 128:
-        return
-    device = jax.devices()[0].device_kind
-    if device in _FAST_MATRIX_UNITS:
-        warn_first(
-            ("small blocks", device),
-            f"blocks of 128 on a {device}: its vector units take longer to scale the "
-            "products than its matrix units to multiply. Blocks of 256, as in "
-            "dataclasses.replace(recipe, block=256), halve that work, and the recipe "
-            "rowwise has none of it. See docs/performance/results.md",
-        )
-
-
 def warn_of_packing() -> None:
     """Warns, once, that norms and gates pack saved values on a TPU, by XLA."""
     if jax.default_backend() == "tpu":
@@ -248,7 +317,7 @@ def choose_layer(
     """Predicts a layer's speed on this machine, and decides whether to quantize it.
 
     The prediction interpolates the map of the GPU
-    (``fbq_jax.kernels.speed_map.SpeedMap.predict``), which
+    (``fbq_jax.kernels.speed_map``), which
     ``python -m fbq_jax.bench map`` measures with the recipes ``block`` and
     ``fallback``.  It applies to any recipe with 128x128 blocks in all three GEMMs, with
     or without fallback.  Without a map, a layer is quantized.
@@ -301,8 +370,8 @@ def choose_layer(
 
 def _map_for(
     recipe: Recipe, dtype: jax.typing.DTypeLike, implementation: str | None
-) -> speed_map.SpeedMap | str:
-    """The map that applies to a layer, or the reason why none does."""
+) -> Any:
+    """The map that applies to a layer, or the reason, as text, why none does."""
     if not recipe.in_blocks or recipe.block_shape != MAPPED_BLOCK:
         return "maps are of recipes with scales per 128x128 block in all GEMMs"
     if jnp.dtype(dtype).itemsize != 2:
@@ -310,7 +379,8 @@ def _map_for(
     device = jax.devices()[0].device_kind
     if jax.default_backend() != "gpu":
         return f"there is no map for {device}: maps are of GPUs"
-    if (found := speed_map.load(device)) is None:
+    found = next(filter(None, (b.find_speed_map() for b in BACKENDS.values())), None)
+    if found is None:
         return f"there is no map for {device}: run python -m fbq_jax.bench map"
     choice = choose("matmul", recipe.block_shape, implementation=implementation)
     if choice.backend != found.backend:

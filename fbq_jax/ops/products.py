@@ -1,4 +1,4 @@
-"""The ops that multiply quantized matrices: ``matmul`` and ``contract``."""
+"""The op that multiplies quantized matrices: ``matmul``."""
 
 import functools
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.kernels import reference
 from fbq_jax.kernels.quantized import (
     CodeDtype,
     Layout,
@@ -18,12 +17,10 @@ from fbq_jax.kernels.quantized import (
 )
 from fbq_jax.kernels.sources import Matrix
 from fbq_jax.ops import dispatch
-from fbq_jax.ops.backends import BACKENDS, Request
-from fbq_jax.ops.op import LocalOp, Op, register
+from fbq_jax.ops.dispatch import BACKENDS, Request
+from fbq_jax.ops.op import LocalOp, Op, call, register
 from fbq_jax.ops.problems import lead_of, map_problems
 from fbq_jax.ops.quantization import QUANTIZE, VECTOR_GRANULARITY
-from fbq_jax.ops.transformations import call
-from fbq_jax.sharding import collectives
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
@@ -85,23 +82,8 @@ def quantizes_lhs(
     rows: int, lhs: Unquantized, rhs: Quantized, implementation: str | None
 ) -> bool:
     """Whether ``matmul`` is faster if it quantizes so many rows of lhs itself."""
-    choice = dispatch.choose_for(_request(lhs, rhs), implementation)
+    choice = dispatch.choose_for(product_request(lhs, rhs), implementation)
     return BACKENDS[choice.implementation].quantizes_lhs(rows, lhs, rhs)
-
-
-def contract(
-    lhs: Quantized,
-    rhs: Quantized,
-    groups: jax.Array,
-    *,
-    size: int,
-    dtype: jax.typing.DTypeLike,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Contracts the rows of tiles, and sums by group; see ``reference.contract``."""
-    options = {"dtype": jnp.dtype(dtype), "size": size}
-    dw: jax.Array = call(CONTRACT, (lhs, rhs, groups), options, implementation)
-    return dw
 
 
 def reads_sums(
@@ -120,7 +102,7 @@ def _codes(rhs: Quantized) -> CodeDtype:
     return "int8" if rhs.codes.dtype == jnp.int8 else "float8_e4m3fn"
 
 
-def _request(
+def product_request(
     lhs: Quantized | Unquantized,
     rhs: Quantized,
     groups: jax.Array | None = None,
@@ -128,11 +110,12 @@ def _request(
     op: str = "matmul",
     **_options: Any,
 ) -> Request:
+    """What a product asks of a backend."""
     sides = Request.sides_of(product_block(lhs, rhs))
     return Request(op, sides, _codes(rhs), grouped=groups is not None)
 
 
-def _operand_words(
+def operand_words(
     operand: Quantized, rows: AxisWords, columns: AxisWords, stack: str
 ) -> Quantized:
     """Joins the words of an operand's axes into the words of its arrays."""
@@ -178,13 +161,13 @@ def _rule(
         depth, contracted = AxisWords(f"g {depth.codes}", scales), f"g{contracted}"
     else:
         rows = row_axes(shape, m or 1)
-    right = _operand_words(rhs, columns, depth, stack)
+    right = operand_words(rhs, columns, depth, stack)
     left: Any
     if isinstance(lhs, Unquantized):  # its blocks are not split between devices
         values: Any = f"{stack} {rows.codes} {depth.codes}"
         left = Unquantized(values, stack, lhs.block, lhs.criterion)  # type: ignore[arg-type]
     else:
-        left = _operand_words(lhs, rows, depth, stack)
+        left = operand_words(lhs, rows, depth, stack)
     operands = left, right, None, None if seeds is None else "b"
     return ShardingRule(operands, f"b {rows.codes} {columns.codes}", contracted)
 
@@ -193,23 +176,11 @@ def _groups_rule(lhs: Quantized, rhs: Quantized, groups: jax.Array) -> ShardingR
     _, k, n = product_block(lhs, rhs)
     columns = block_axis("n", rhs.shape[-2], n or 1)
     depth, lead = block_axis("k", rhs.shape[-1], k or 1), lead_of(groups)
-    left = _operand_words(lhs, UNSHARDED_AXIS, depth, f"{lead}t")
-    right = _operand_words(rhs, columns, depth, f"{lead[:2]}e")
+    left = operand_words(lhs, UNSHARDED_AXIS, depth, f"{lead}t")
+    right = operand_words(rhs, columns, depth, f"{lead[:2]}e")
     contracted = f"{depth.codes[0].strip(UNSHARDED)}e"
     operands = left, right, f"{lead}t", None
     return ShardingRule(operands, f"{lead}t . {columns.codes}", contracted)
-
-
-def _contract_rule(
-    lhs: Quantized, rhs: Quantized, groups: jax.Array, **_options: Any
-) -> ShardingRule:
-    k, _, n = product_block(lhs, rhs)
-    rows, lead = block_axis("k", lhs.shape[-2], k or 1), lead_of(groups)
-    columns = block_axis("n", rhs.shape[-2], n or 1)
-    left = _operand_words(lhs, rows, UNSHARDED_AXIS, f"{lead}t")
-    right = _operand_words(rhs, columns, UNSHARDED_AXIS, f"{lead}t")
-    result = f"{lead[:2]}e {rows.codes} {columns.codes}"
-    return ShardingRule((left, right, f"{lead}t"), result, f"{lead[2:3]}t")
 
 
 def _on_shard(
@@ -223,30 +194,19 @@ def _on_shard(
     part = shard.run(
         functools.partial(_multiply, run),
         (lhs, rhs),
-        dtype=_partial_dtype(shard, options),
+        dtype=shard.partial_dtype(options["reduce"], dtype),
     )
     if options["reduce"] != "int8":
-        return collectives.sum_in_float(part, shard).astype(dtype)
+        return shard.sum(part).astype(dtype)
 
-    def quantize(x: jax.Array, seeds: jax.Array) -> Quantized:
-        layout = Layout("stochastic", collectives.BLOCK)
-        request = Request("quantize", collectives.BLOCK)
+    def quantize(x: jax.Array, seeds: jax.Array, block: tuple[int, int]) -> Quantized:
+        layout, request = Layout("stochastic", block), Request("quantize", block)
         local = LocalOp(QUANTIZE, run.backend, run.backend.kernel(request))
         layouts: Layouts = local(Matrix(x), seeds, None, rowwise=layout, colwise=None)
         assert layouts.rowwise is not None
         return layouts.rowwise
 
-    return collectives.sum_in_int8(
-        part, shard, seeds=seeds, quantize=quantize, dtype=dtype
-    ).astype(dtype)
-
-
-def _partial_dtype(shard: Shard, options: dict[str, Any]) -> Any:
-    """The dtype of a device's partial product."""
-    reduce = options["reduce"]
-    if reduce and shard.assignment.axes_of(shard.rule.contracted):
-        return jnp.dtype(collectives.PARTIAL_DTYPES[reduce])
-    return options["dtype"]
+    return shard.sum_in_int8(part, seeds, quantize, dtype).astype(dtype)
 
 
 def _multiply(
@@ -255,9 +215,8 @@ def _multiply(
     """Multiplies matrices with merged rows, or sums the products of parts."""
     if isinstance(lhs, Unquantized) or not _has_parts(rhs):
         return run(lhs, rhs, dtype=dtype)
-    depth, longest = lhs.shape[-1], reference.MAX_INT32_K
-    is_long = jax.core.min_dim(depth, longest + 1) == longest + 1
-    if run.kernel == "reference" and depth and not is_long:
+    depth, longest = lhs.shape[-1], run.backend.max_part_depth
+    if longest and depth and jax.core.min_dim(depth, longest + 1) != longest + 1:
         # XLA would put the quantization of all parts into each of P products.  Of parts
         # of one row it would make one loop, which LLVM takes minutes to compile.
         side = jax.core.min_dim(depth, longest)  # a symbolic depth may turn out long
@@ -292,56 +251,30 @@ def _groups_on_shard(
 ) -> jax.Array:
     """Multiplies the tiles of this device's groups; other tiles give zeros."""
     size = rhs.shape[-3]
-    groups = _local_groups(groups, size, shard)
+    groups = local_groups(groups, size, shard)
 
     def multiply(lhs: Quantized, groups: jax.Array, rhs: Quantized) -> jax.Array:
         return run(lhs, rhs, groups, dtype=dtype)
 
     part = map_problems(multiply, (lhs, groups), rhs)
-    if shard.assignment.axes_of("e"):
+    if shard.is_sharded("e"):
         is_local = (groups >= 0) & (groups < size)
         part = jnp.where(is_local[..., None, None], part, jnp.zeros_like(part))
-    return collectives.sum_in_float(part, shard)
+    return shard.sum(part)
 
 
-def _contract_on_shard(
-    run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
-) -> jax.Array:
-    """Sums the products of this device's tiles, for this device's groups."""
-    *_, groups = operands
-    size = options["size"] // shard.assignment.shard_count("e")
-    groups = _local_groups(groups, size, shard)
-
-    def contract(*operands: Any) -> jax.Array:
-        return run(*operands[:-1], **options | {"size": size})
-
-    part = map_problems(contract, (*operands[:2], groups))
-    if groups.ndim == 3:  # the copies of a part have the same groups
-        part = jnp.sum(part, axis=1)
-    return collectives.sum_in_float(part, shard)
-
-
-def _local_groups(groups: jax.Array, size: int, shard: Shard) -> jax.Array:
+def local_groups(groups: jax.Array, size: int, shard: Shard) -> jax.Array:
     """Group indices relative to the first of the ``size`` groups on this device."""
-    index = shard.assignment.shard_index("e").astype(jnp.int32)
+    index = shard.shard_index("e").astype(jnp.int32)
     return groups - jnp.int32(size) * index
 
 
 MATMUL = register(
     Op(
-        reference.matmul,
-        _request,
+        "matmul",
+        product_request,
         _rule,
         _on_shard,
         stacks=lambda lhs, rhs, groups, seeds: groups is None,  # noqa: ARG005
-    )
-)
-CONTRACT = register(
-    Op(
-        reference.contract,
-        functools.partial(_request, op="contract"),
-        _contract_rule,
-        _contract_on_shard,
-        stacks=lambda *_: False,
     )
 )

@@ -7,13 +7,11 @@ in groups may belong to several ``problems``.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.kernels import packing, reference
-from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.quantized import (
     CodeDtype,
     Criterion,
@@ -22,20 +20,14 @@ from fbq_jax.kernels.quantized import (
     Quantized,
     Term,
 )
-from fbq_jax.kernels.reference import AmaxReduce
 from fbq_jax.kernels.rounding import Seeds, fold, fold_seeds
 from fbq_jax.kernels.sources import (
-    Gate,
-    GateGrad,
     Matrix,
-    Norm,
-    SavedNorm,
     Source,
 )
-from fbq_jax.ops.backends import Request
-from fbq_jax.ops.op import LocalOp, Op, register
+from fbq_jax.ops.dispatch import Request
+from fbq_jax.ops.op import LocalOp, Op, call, register
 from fbq_jax.ops.problems import lead_of, map_problems
-from fbq_jax.ops.transformations import call
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
@@ -44,15 +36,11 @@ from fbq_jax.sharding.rule_language import (
     ShardingRule,
     block_axis,
     row_axes,
-    word,
 )
-from fbq_jax.sharding.split_block_scales import quantize_split_blocks
 
 # The granularity of operands without blocks: the rows of a kernel's tile, and the
 # columns that a thread stores at once.
 VECTOR_GRANULARITY = (64, 16)
-# The most rows of a block that a kernel of such a source holds.
-_MOST_ROWS = {Norm: 256, Gate: 256, GateGrad: 128}
 
 
 def quantize(
@@ -79,9 +67,9 @@ def quantize(
       criterion: of fallback, in the rowwise layout; None for no fallback.
       bound: the value that the largest magnitude is scaled to in INT8.
       dtype: the dtype of the codes.
-      shards: P, the parts that the rows of matrices without groups are split into.
-        Each part has its own scales and noise, and codes are ``[B, P, R / P, C]``
-        rowwise and ``[B, P, C, R / P]`` colwise.
+      shards: P, the parts that the rows of matrices without groups are split into, in
+        the colwise layout.  Each part has its own scales and noise, and codes are
+        ``[B, P, C, R / P]``.
       implementation: as in ``dispatch.choose``.
     """
     if isinstance(source, jax.Array):
@@ -89,15 +77,28 @@ def quantize(
     if rowwise is None and colwise is None:
         return Layouts(None, None)
     how: dict[str, Any] = {"bound": bound, "dtype": dtype}
-    run = functools.partial(_call, source, seeds, theta, shards, how, implementation)
-    if rowwise and colwise and not _in_one_pass(rowwise, colwise, criterion):
-        main, transposed = run(rowwise, None, criterion), run(None, colwise, None)
+    if rowwise and colwise and not _in_one_pass(rowwise, colwise, criterion, shards):
+        run: Callable[..., Layouts] = functools.partial(
+            quantize, source, seeds, implementation=implementation, **how
+        )
+        main = run(theta, rowwise=rowwise, colwise=None, criterion=criterion)
+        transposed = run(rowwise=None, colwise=colwise, shards=shards)
         return main._replace(colwise=transposed.colwise)
-    return run(rowwise, colwise, criterion)
+    if shards > 1:
+        assert isinstance(source, Matrix)
+        source, seeds = _split_shards(source.values, seeds, shards)
+    options = how | {"rowwise": rowwise, "colwise": colwise, "criterion": criterion}
+    operands = source, seeds, theta if criterion is not None else None
+    layouts: Layouts = call(QUANTIZE, operands, options, implementation)
+    return layouts
 
 
-def _in_one_pass(rowwise: Layout, colwise: Layout, criterion: Criterion | None) -> bool:
+def _in_one_pass(
+    rowwise: Layout, colwise: Layout, criterion: Criterion | None, shards: int
+) -> bool:
     """Whether one kernel makes both layouts."""
+    if shards > 1:
+        return False
     if not (rowwise.is_split and colwise.is_split):
         per_tensor = [layout.block == (None, None) for layout in (rowwise, colwise)]
         is_split = rowwise.is_split or colwise.is_split
@@ -105,26 +106,6 @@ def _in_one_pass(rowwise: Layout, colwise: Layout, criterion: Criterion | None) 
     if rowwise.block == colwise.block:
         return True
     return rowwise.block[0] == 1 and criterion is None
-
-
-def _call(
-    source: Source,
-    seeds: Seeds,
-    theta: jax.Array | None,
-    shards: int,
-    how: dict[str, Any],
-    implementation: str | None,
-    rowwise: Layout | None,
-    colwise: Layout | None,
-    criterion: Criterion | None,
-) -> Layouts:
-    if shards > 1:
-        assert isinstance(source, Matrix)
-        source, seeds = _split_shards(source.values, seeds, shards)
-    options = how | {"rowwise": rowwise, "colwise": colwise, "criterion": criterion}
-    theta = theta if criterion is not None else None
-    layouts: Layouts = call(QUANTIZE, (source, seeds, theta), options, implementation)
-    return layouts
 
 
 def _split_shards(x: jax.Array, seeds: Seeds, shards: int) -> tuple[Matrix, jax.Array]:
@@ -152,10 +133,9 @@ def _request(
     **_options: Any,
 ) -> Request:
     blocks = [layout.block for layout in (rowwise, colwise) if layout is not None]
-    packs = None
-    if not isinstance(source, Matrix):
-        width = source.values.shape[-1] // (2 if isinstance(source, Gate) else 1)
-        packs = width, _MOST_ROWS[type(source)]
+    kind, packs = KINDS[type(source)], None
+    if kind.most_rows is not None:
+        packs = source.values.shape[-1] // kind.halves[0], kind.most_rows
     return Request(
         "quantize",
         Request.sides_of(*blocks),
@@ -184,7 +164,7 @@ def _rule(
         stack = f"{lead_of(source.first_rows)}t"
     elif _has_parts(seeds):
         stack = "b p"
-    operand, saved, rows, columns = _source_words(source, stack, sides)
+    operand, saved, rows, columns = KINDS[type(source)].words(source, stack, sides)
 
     def words(layout: Layout, *axes: AxisWords) -> Quantized:
         # The scale of a whole matrix is stored once per row.
@@ -231,78 +211,54 @@ def _scale_word(axis: AxisWords, side: int | None) -> str:
     return axis.codes if side == 1 else axis.scales
 
 
-def _source_words(
-    source: Source, stack: str, sides: tuple[int, int]
-) -> tuple[Any, Any, AxisWords, AxisWords]:
-    """The words of a source, of what it saves, and of the rows and columns it makes."""
-    values: Any = source.values
-    width = values.shape[-1]
-    if isinstance(source, Matrix):
-        columns = block_axis("j", width, sides[1])
-        if source.first_rows is not None:
-            # Each device has all rows, of which it quantizes some tiles.
-            lead = stack.removesuffix("t")
-            words = _in_tree(source, f"{lead}{UNSHARDED} {columns.codes}", stack, stack)
-            return words, (), UNSHARDED_AXIS, columns
-        rows = _rows(values.shape, stack, sides[0])
-        words = _in_tree(source, f"{stack} {rows.codes} {columns.codes}")
-        return words, (), rows, columns
-    rows = _rows(values.shape, stack, sides[0])
-    if isinstance(source, Norm):
-        # Columns are not sharded, because each mean is over a whole row.
-        packed = _packed_words(rows.codes, _unsharded, packing.GROUP, source.bits)
-        rstd: Any = f"b {rows.codes} ."
-        words = _in_tree(source, f"b {rows.codes} .", "b .")
-        return words, SavedNorm(packed, rstd), rows, UNSHARDED_AXIS
-    counts = None
-    if source.row_counts is not None:  # not sharded where some rows are missing
-        rows, counts = UNSHARDED_AXIS, "b"
-    halves = 1 if isinstance(source, Gate) else 2  # of an output column in a half
-    unit = max(sides[1], packing.GROUP) if isinstance(source, Gate) else packing.GROUP
-    column: Callable[[int], str] = _unsharded
-    if source.interleaved:  # each shard of the columns has both gate and up
-        column = _packed_columns(width // (3 - halves), unit)
-    columns = AxisWords(column(halves * unit), column(halves * unit // sides[1]))
-    factors = _packed_words(f". {rows.codes}", column, unit, source.bits)
-    values = f"b {rows.codes} {column((3 - halves) * unit)}"
-    if isinstance(source, Gate):
-        return _in_tree(source, values, counts), factors, rows, columns
-    return _in_tree(source, values, factors, counts), (), rows, columns
+# The words of a source, of what it saves, and of the rows and columns it makes.
+SourceWords = tuple[Any, Any, AxisWords, AxisWords]
 
 
-def _in_tree(source: Source, *words: Any) -> Any:
+class SourceKind(NamedTuple):
+    """What the op knows of a kind of source.
+
+    Attributes:
+      words: makes the words of a source, whose arrays have a stack on their leading
+        axes, from these and from the rows and columns that stay on one device.
+      halves: of the columns of the values, and of those made of them: both 1, but for
+        gates, which make one column from two halves, or two from one.
+      most_rows: the most rows of a block that a kernel holds, of a source that saves
+        packed values; None if it saves nothing.
+    """
+
+    words: Callable[[Any, str, tuple[int, int]], SourceWords]
+    halves: tuple[int, int] = (1, 1)
+    most_rows: int | None = None
+
+
+def _matrix_words(source: Matrix, stack: str, sides: tuple[int, int]) -> SourceWords:
+    shape = source.values.shape
+    columns = block_axis("j", shape[-1], sides[1])
+    if source.first_rows is not None:
+        # Each device has all rows, of which it quantizes some tiles.
+        lead = stack.removesuffix("t")
+        words = words_of(source, f"{lead}{UNSHARDED} {columns.codes}", stack, stack)
+        return words, (), UNSHARDED_AXIS, columns
+    rows = rows_of(shape, stack, sides[0])
+    words = words_of(source, f"{stack} {rows.codes} {columns.codes}")
+    return words, (), rows, columns
+
+
+#: Each kind of source; ``fbq_jax.ops.fused_sources`` adds norms and gates.
+KINDS: dict[type, SourceKind] = {Matrix: SourceKind(_matrix_words)}
+
+
+def words_of(source: Source, *words: Any) -> Any:
     """The words of a source's arrays, in its tree."""
     return jax.tree.unflatten(jax.tree.structure(source), jax.tree.leaves(words))
 
 
-def _rows(shape: tuple[int, ...], stack: str, side: int) -> AxisWords:
+def rows_of(shape: tuple[int, ...], stack: str, side: int) -> AxisWords:
+    """The words of the rows of a source."""
     if stack == "b p":
         return block_axis("i", shape[2], side)
     return row_axes(shape, side)
-
-
-def _unsharded(_: int) -> str:
-    return UNSHARDED
-
-
-def _packed_columns(columns: int, granularity: int) -> Callable[[int], str]:
-    """Returns a function that makes the word of each axis along these columns.
-
-    Its argument is the number of elements that an axis has per ``granularity`` columns.
-    """
-    if columns % granularity or columns < 2 * granularity:
-        return _unsharded
-    return functools.partial(word, "j")
-
-
-def _packed_words(
-    row: str, column: Callable[[int], str], granularity: int, bits: int
-) -> Any:
-    words: Any = Packed
-    return words(
-        f"b {row} {column(granularity * bits // 8)}",
-        f"b {row} {column(granularity // packing.GROUP)}",
-    )
 
 
 def _has_parts(seeds: Seeds) -> bool:
@@ -317,23 +273,20 @@ def _on_shard(
     if isinstance(source, Matrix) and source.first_rows is not None:
         return _tiles_on_shard(run, shard, source, seeds, theta, options)
     groups = source.values.shape[1] if "g" in shard.rule.operands[0].values else 1
-    columns = source.values.shape[-1] * _COLUMNS.get(type(source), 2) // 2
+    halves, halves_made = KINDS[type(source)].halves
+    columns = source.values.shape[-1] // halves * halves_made
     offset = shard.global_offset(groups, source.values.shape[-2], columns)
-    function: Callable[..., Any] = run
+    options = options | {"global_offset": offset}
     layouts = options["rowwise"], options["colwise"]
-    if shard.assignment.intra_block_axes:  # a shard may end inside a block
-        function = functools.partial(quantize_split_blocks, shard.assignment)
-    elif shard.assignment.axes_of("gij") and _sides(*layouts) == VECTOR_GRANULARITY:
-        shared = [shard.all_reduce_amax(_shared_axes(layout)) for layout in layouts]
-        options = options | {"amax_reduce": AmaxReduce(*shared)}
+    if _sides(*layouts) == VECTOR_GRANULARITY:
+        amax_reduce = shard.amax_reduce(*map(_shared_axes, layouts))
+        if amax_reduce is not None:
+            options = options | {"amax_reduce": amax_reduce}
+    function = shard.quantizer(run)
     if _has_parts(seeds):
         function = functools.partial(_quantize_parts, function)
-    layouts_: Layouts = shard.run(function, operands, **options, global_offset=offset)
-    return layouts_
-
-
-# Twice the columns of the output for each column of the values.
-_COLUMNS = {Gate: 1, GateGrad: 4}
+    quantized: Layouts = shard.run(function, operands, **options)
+    return quantized
 
 
 def _shared_axes(layout: Layout | None) -> str:
@@ -390,4 +343,4 @@ def _stacks(source: Source, *_: Any) -> bool:
     return not isinstance(source, Matrix) or source.first_rows is None
 
 
-QUANTIZE = register(Op(reference.quantize, _request, _rule, _on_shard, stacks=_stacks))
+QUANTIZE = register(Op("quantize", _request, _rule, _on_shard, stacks=_stacks))

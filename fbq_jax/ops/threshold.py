@@ -4,13 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fbq_jax.kernels import threshold_reference
 from fbq_jax.kernels.threshold_reference import MovedThreshold
-from fbq_jax.ops.backends import Request
-from fbq_jax.ops.op import LocalOp, Op, register
-from fbq_jax.ops.transformations import call
+from fbq_jax.ops.dispatch import Request
+from fbq_jax.ops.op import LocalOp, Op, call, register
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import ShardingRule
 
@@ -32,11 +30,10 @@ def _on_shard(
     run: LocalOp, shard: Shard, operands: tuple[Any, ...], options: dict[str, Any]
 ) -> MovedThreshold:
     """Gathers the metrics of all blocks, and selects the residuals of its own."""
-    axes = shard.assignment.axes_of("pgij")
-    if not axes:
+    if not shard.is_sharded("pgij"):
         return run(*operands, **options)
     metric, residual_scales, *others = operands
-    every_metric = lax.all_gather(metric, axes, axis=1, tiled=True)
+    every_metric = shard.gather(metric, "pgij", axis=1)
     moved = run(every_metric, every_metric, *others, **options)
     falls_back = threshold_reference.exceeds(metric, moved.theta)
     selected = jnp.where(falls_back, residual_scales, 0.0)
@@ -53,7 +50,7 @@ def move_threshold(
 
 MOVE_THRESHOLD = register(
     Op(
-        threshold_reference.move_threshold,
+        "move_threshold",
         lambda *_, **__: Request("move_threshold", ()),
         _rule,
         _on_shard,

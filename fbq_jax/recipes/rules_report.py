@@ -46,13 +46,6 @@ class QuantizedParameter(NamedTuple):
     ignores_precision: bool = False
 
 
-@dataclasses.dataclass(eq=False)
-class ProductRecorder:
-    """The quantized products of a traced model, without their rules."""
-
-    products: list[QuantizedParameter] = dataclasses.field(default_factory=list)
-
-
 class ActivationProduct(NamedTuple):
     """A product of two activations.
 

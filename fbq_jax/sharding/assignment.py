@@ -79,9 +79,6 @@ class ShardAssignment(NamedTuple):
         return jnp.uint32(lax.axis_index(axes) if axes else 0)
 
 
-UNASSIGNED = ShardAssignment({}, {}, {}, {})
-
-
 @dataclasses.dataclass(frozen=True)
 class ShardedArray:
     """An array and the mesh axes that shard each of its axes.

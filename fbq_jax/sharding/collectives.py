@@ -1,6 +1,17 @@
-"""Sums a product over the devices that share its contraction.
+"""One device's shard of an op over a mesh, and what devices exchange.
 
-In floating point, XLA's own collectives compute the sum.  In INT8, which is meant for
+Shards end at block boundaries, and the codes and scales of a block depend on nothing
+else.  Each device draws the noise at its offset in the global matrix.  So N devices
+compute the same codes and scales as one device, bit for bit and without communication,
+with two exceptions:
+
+- The scale of a row or column that is sharded, or of a block that is split between
+  devices, needs the maximum over these devices.
+- A product whose contraction is sharded is summed over devices.
+
+If a product needs more of an operand than a device's shard, INT8 codes are gathered.
+
+In floating point, XLA's own collectives compute a sum.  In INT8, which is meant for
 gradients, each device quantizes its partial sum in blocks with stochastic rounding and
 divides it into one share per device.  It sends the codes and scales of each share to
 the share's device, which adds the received shares in float32.  This costs one byte per
@@ -8,6 +19,7 @@ value and four bytes per block.  Noise differs between devices, and between mesh
 that are summed one after the other, so the sum is unbiased.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,64 +29,118 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels.quantized import Quantized
-from fbq_jax.kernels.rounding import fold
+from fbq_jax.kernels.reference import AmaxReduce
+from fbq_jax.kernels.rounding import ROW_GROUP, GlobalOffset, fold
 from fbq_jax.sharding.assignment import MeshAxes, ShardAssignment
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import factor_names
+from fbq_jax.sharding.split_block_scales import quantize_split_blocks
 
 BLOCK = (128, 128)
 # The dtype of a device's partial sum for each value of ``Gemm.reduce``.
 PARTIAL_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.float32}
 
 
-def sum_in_float(part: jax.Array, shard: Shard) -> jax.Array:
-    """Sums partial products; each device gets its shard of the result.
+@dataclasses.dataclass(frozen=True)
+class MeshShard(Shard):
+    """One device's share of an op: its sharding rule and the assigned mesh axes."""
 
-    Args:
-      part: this device's partial sum, in the dtype of the sum.
-      shard: this device's share of the product.
-    """
-    scatter = functools.partial(lax.psum_scatter, tiled=True)
-    part, left = _reduce_scatter(part, shard, scatter)
-    return lax.psum(part, left) if left else part
+    assignment: ShardAssignment
 
+    def is_sharded(self, factors: str) -> bool:
+        """See ``Shard``."""
+        return bool(self.assignment.axes_of(factors))
 
-def sum_in_int8(
-    part: jax.Array,
-    shard: Shard,
-    *,
-    seeds: jax.Array,
-    quantize: Callable[[jax.Array, jax.Array], Quantized],
-    dtype: Any,
-) -> jax.Array:
-    """Sums partial products, which devices exchange as INT8 codes.
+    def shard_count(self, factor: str) -> int:
+        """See ``Shard``."""
+        return self.assignment.shard_count(factor)
 
-    If the result is not sharded, its shares are gathered.
+    def shard_index(self, factor: str) -> jax.Array:
+        """See ``Shard``."""
+        return self.assignment.shard_index(factor)
 
-    Args:
-      part: this device's partial sum, float32 ``[B, M, N]``.
-      shard: this device's share of the product.
-      seeds: uint32 ``[B]``, the seeds of stochastic rounding.
-      quantize: quantizes matrices, given their seeds, stochastically.
-      dtype: the dtype of the result, in which shares are gathered.
-    """
-    assignment = shard.assignment
-    if not (summed := assignment.axes_of(shard.rule.contracted)):
-        return part
-    seed = fold(seeds[0], lax.axis_index(summed))
-    scatter = functools.partial(_scatter_codes, seed, quantize, assignment)
-    part, left = _reduce_scatter(part, shard, scatter)
-    if not left:
-        return part
-    rows = part.shape[1]
-    padding = -rows % assignment.device_count(left)
-    part = jnp.pad(part, ((0, 0), (0, padding), (0, 0)))
-    share = scatter(part, left, scatter_dimension=1).astype(dtype)
-    return lax.all_gather(share, left, axis=1, tiled=True)[:, :rows]
+    def global_offset(
+        self, groups: int, rows: int, columns: int
+    ) -> GlobalOffset | None:
+        """See ``Shard``."""
+        if not self.is_sharded("gij"):
+            return None
+        merged = jnp.arange(0, groups * rows, ROW_GROUP, jnp.uint32)
+        group = self.shard_index("g") * groups + merged // rows
+        row = self.shard_index("i") * rows + merged % rows
+        column = self.shard_index("j") * columns
+        first = group * (rows * self.shard_count("i")) + row
+        return GlobalOffset(first, column[None])
+
+    def amax_reduce(self, *factors: str) -> AmaxReduce | None:
+        """See ``Shard``."""
+        if not self.is_sharded("gij"):
+            return None
+        return AmaxReduce(*map(self._all_reduce_amax, factors))
+
+    def _all_reduce_amax(self, factors: str) -> Callable[[jax.Array], jax.Array]:
+        """A function that maps ``max |x|`` of this shard to the maximum of all shards.
+
+        The maximum is over the bits of non-negative floats, so that NaN is the largest.
+        """
+        axes = self.assignment.axes_of(factors)
+
+        def reduce(amax: jax.Array) -> jax.Array:
+            if not axes:
+                return amax
+            bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), axes)
+            return lax.bitcast_convert_type(bits, jnp.float32)
+
+        return reduce
+
+    def quantizer(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``Shard``; a shard may end inside a block."""
+        if not self.assignment.intra_block_axes:
+            return run
+        return functools.partial(quantize_split_blocks, self.assignment)
+
+    def gather(self, x: jax.Array, factors: str, axis: int) -> jax.Array:
+        """See ``Shard``."""
+        axes = self.assignment.axes_of(factors)
+        return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+    def partial_dtype(self, reduce: str | None, dtype: Any) -> Any:
+        """See ``Shard``."""
+        if reduce and self.is_sharded(self.rule.contracted):
+            return jnp.dtype(PARTIAL_DTYPES[reduce])
+        return dtype
+
+    def sum(self, part: jax.Array) -> jax.Array:
+        """See ``Shard``."""
+        scatter = functools.partial(lax.psum_scatter, tiled=True)
+        part, left = _reduce_scatter(part, self, scatter)
+        return lax.psum(part, left) if left else part
+
+    def sum_in_int8(
+        self,
+        part: jax.Array,
+        seeds: jax.Array,
+        quantize: Callable[[jax.Array, jax.Array, tuple[int, int]], Quantized],
+        dtype: Any,
+    ) -> jax.Array:
+        """See ``Shard``."""
+        assignment = self.assignment
+        if not (summed := assignment.axes_of(self.rule.contracted)):
+            return part
+        seed = fold(seeds[0], lax.axis_index(summed))
+        scatter = functools.partial(_scatter_codes, seed, quantize, assignment)
+        part, left = _reduce_scatter(part, self, scatter)
+        if not left:
+            return part
+        rows = part.shape[1]
+        padding = -rows % assignment.device_count(left)
+        part = jnp.pad(part, ((0, 0), (0, padding), (0, 0)))
+        share = scatter(part, left, scatter_dimension=1).astype(dtype)
+        return lax.all_gather(share, left, axis=1, tiled=True)[:, :rows]
 
 
 def _reduce_scatter(
-    part: jax.Array, shard: Shard, scatter: Callable[..., jax.Array]
+    part: jax.Array, shard: MeshShard, scatter: Callable[..., jax.Array]
 ) -> tuple[jax.Array, MeshAxes]:
     """Sums over the axes that shard the result; also returns the remaining axes."""
     left = set(shard.assignment.axes_of(shard.rule.contracted))
@@ -87,7 +153,7 @@ def _reduce_scatter(
 
 def _scatter_codes(
     seed: jax.Array,
-    quantize: Callable[[jax.Array, jax.Array], Quantized],
+    quantize: Callable[[jax.Array, jax.Array, tuple[int, int]], Quantized],
     assignment: ShardAssignment,
     part: jax.Array,
     names: MeshAxes,
@@ -102,7 +168,7 @@ def _scatter_codes(
     # Each mesh axis is summed over once, so its index identifies this sum.
     stage = tuple(assignment.mesh_shape).index(names[0])
     seeds = fold(fold(seed, stage), jnp.arange(len(matrices)))
-    codes = quantize(matrices, seeds)
+    codes = quantize(matrices, seeds, BLOCK)
 
     def exchange(x: jax.Array) -> jax.Array:
         x = x.reshape(number, -1, *x.shape[1:])

@@ -1,16 +1,7 @@
-"""The part of an op that one device computes, on its shards.
+"""The part of an op that one device computes.
 
-Shards end at block boundaries, and the codes and scales of a block depend on nothing
-else.  Each device draws the noise at its offset in the global matrix.  So N devices
-compute the same codes and scales as one device, bit for bit and without communication,
-with two exceptions:
-
-- The scale of a row or column that is sharded, or of a block that is split between
-  devices, needs the maximum over these devices.
-- A product whose contraction is sharded is summed over devices
-  (``fbq_jax.sharding.collectives``).
-
-If a product needs more of an operand than a device's shard, INT8 codes are gathered.
+On a single device that is all of it, the base class ``Shard``.  Over a mesh it is a
+``MeshShard`` (``fbq_jax.sharding.collectives``), which overrides what devices exchange.
 """
 
 import dataclasses
@@ -20,19 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from fbq_jax.kernels.rounding import ROW_GROUP, GlobalOffset
-from fbq_jax.sharding.assignment import ShardAssignment
+from fbq_jax.kernels.rounding import GlobalOffset
 from fbq_jax.sharding.rule_language import ShardingRule, factor_names, pair_leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One device's share of an op: its sharding rule and the assigned mesh axes."""
+    """The share of an op that one device has; here, the whole op."""
 
     rule: ShardingRule
-    assignment: ShardAssignment
 
     def run(
         self, function: Callable[..., Any], operands: tuple[Any, ...], **options: Any
@@ -47,6 +35,21 @@ class Shard:
         split = functools.partial(_split_rows, _row_groups(words, operands))
         return jax.tree.map(split, self.rule.results, results)
 
+    def is_sharded(self, factors: str) -> bool:
+        """Whether several devices share the op along any of the factors."""
+        del factors
+        return False
+
+    def shard_count(self, factor: str) -> int:
+        """The number of shards along a factor."""
+        del factor
+        return 1
+
+    def shard_index(self, factor: str) -> jax.Array:
+        """The index of this device's shard along a factor, uint32 ``[]``."""
+        del factor
+        return jnp.uint32(0)
+
     def global_offset(
         self, groups: int, rows: int, columns: int
     ) -> GlobalOffset | None:
@@ -57,30 +60,55 @@ class Shard:
           rows: the size of the shard along ``i``.
           columns: the size of the shard along ``j``.
         """
-        assignment = self.assignment
-        if not assignment.axes_of("gij"):
-            return None
-        merged = jnp.arange(0, groups * rows, ROW_GROUP, jnp.uint32)
-        group = assignment.shard_index("g") * groups + merged // rows
-        row = assignment.shard_index("i") * rows + merged % rows
-        column = assignment.shard_index("j") * columns
-        first = group * (rows * assignment.shard_count("i")) + row
-        return GlobalOffset(first, column[None])
+        del groups, rows, columns
+        return None
 
-    def all_reduce_amax(self, factors: str) -> Callable[[jax.Array], jax.Array]:
-        """A function that maps ``max |x|`` of this shard to the maximum of all shards.
+    def amax_reduce(self, *factors: str) -> Any:
+        """The ``AmaxReduce`` of layouts whose scales devices share; or None.
 
-        The maximum is over the bits of non-negative floats, so that NaN is the largest.
+        Args:
+          *factors: the factors along which the values of each layout share a scale.
         """
-        axes = self.assignment.axes_of(factors)
+        del factors
+        return None
 
-        def reduce(amax: jax.Array) -> jax.Array:
-            if not axes:
-                return amax
-            bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), axes)
-            return lax.bitcast_convert_type(bits, jnp.float32)
+    def quantizer(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What quantizes the shard: ``run``, unless devices split blocks."""
+        return run
 
-        return reduce
+    def gather(self, x: jax.Array, factors: str, axis: int) -> jax.Array:
+        """The shards of all devices along the factors, joined along an axis."""
+        del factors, axis
+        return x
+
+    def partial_dtype(self, reduce: str | None, dtype: Any) -> Any:
+        """The dtype of this device's partial product, if the sum is in ``dtype``."""
+        del reduce
+        return dtype
+
+    def sum(self, part: jax.Array) -> jax.Array:
+        """Sums partial products; each device gets its shard of the result."""
+        return part
+
+    def sum_in_int8(
+        self,
+        part: jax.Array,
+        seeds: jax.Array,
+        quantize: Callable[[jax.Array, jax.Array, tuple[int, int]], Any],
+        dtype: Any,
+    ) -> jax.Array:
+        """Sums partial products, which devices exchange as INT8 codes.
+
+        If the result is not sharded, its shares are gathered.
+
+        Args:
+          part: this device's partial sum, float32 ``[B, M, N]``.
+          seeds: uint32 ``[B]``, the seeds of stochastic rounding.
+          quantize: quantizes matrices stochastically, given their seeds and the block.
+          dtype: the dtype of the result, in which shares are gathered.
+        """
+        del seeds, quantize, dtype
+        return part
 
 
 def _merge_rows(words: str, x: jax.Array) -> jax.Array:

@@ -22,13 +22,13 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fbq_jax.sharding.assignment import (
-    UNASSIGNED,
     MeshAxes,
     ShardAssignment,
     assign_mesh_axes,
     factor_mesh_axes,
     warn_misaligned_shards,
 )
+from fbq_jax.sharding.collectives import MeshShard
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
@@ -38,8 +38,8 @@ from fbq_jax.sharding.rule_language import (
     word,
 )
 
-# What one device computes, by assignment.
-Program = Callable[[ShardAssignment], Callable[..., Any]]
+# What one device computes, by assignment; None for the whole op.
+Program = Callable[[ShardAssignment | None], Callable[..., Any]]
 
 
 def call_partitioned(
@@ -62,7 +62,7 @@ def call_partitioned(
     """
     rule = rule_of(*operands)
     program = _traced_once(rule, local)
-    whole = program(UNASSIGNED)
+    whole = program(None)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return whole(*operands)  # Inside shard_map an array is a shard already.
     shapes = jax.eval_shape(whole, *operands)
@@ -73,7 +73,7 @@ def call_partitioned(
         return lambda *xs: jax.tree.leaves(function(*jax.tree.unflatten(tree, xs)))
 
     if in_xla is not None:
-        in_xla = jax.jit(functools.partial(in_xla, Shard(rule, UNASSIGNED)))
+        in_xla = jax.jit(functools.partial(in_xla, Shard(rule)))
     results = _partitioned_p.bind(
         *leaves,
         name=name,
@@ -97,11 +97,11 @@ def _partitioned_op(
     words = jax.tree.map(_squeeze_words, rule.results, shapes)
     squeezed = rule._replace(results=words)
 
-    def squeezed_program(assignment: ShardAssignment) -> Callable[..., Any]:
+    def squeezed_program(assignment: ShardAssignment | None) -> Callable[..., Any]:
         run = program(assignment)
         return lambda *xs: jax.tree.map(_squeeze, run(*xs), shapes)
 
-    call = custom_partitioning(squeezed_program(UNASSIGNED))
+    call = custom_partitioning(squeezed_program(None))
     text, sizes = _shardy_rule(squeezed, operands)
     call.def_partition(
         functools.partial(_partition, name, squeezed, squeezed_program),
@@ -166,10 +166,13 @@ def _traced_once(rule: ShardingRule, local: Callable[..., Any]) -> Program:
     """
     programs: dict[Any, Callable[..., Any]] = {}
 
-    def program(assignment: ShardAssignment) -> Callable[..., Any]:
-        key = tuple(tuple(sorted(field.items())) for field in assignment)
+    def program(assignment: ShardAssignment | None) -> Callable[..., Any]:
+        key, shard = None, Shard(rule)
+        if assignment is not None:
+            key = tuple(tuple(sorted(field.items())) for field in assignment)
+            shard = MeshShard(rule, assignment)
         if key not in programs:
-            programs[key] = jax.jit(functools.partial(local, Shard(rule, assignment)))
+            programs[key] = jax.jit(functools.partial(local, shard))
         return programs[key]
 
     return program

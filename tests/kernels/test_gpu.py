@@ -12,7 +12,7 @@ from fbq_jax import ops, ragged_dot, save_codes
 from fbq_jax.kernels.mosaic import gemm
 from fbq_jax.kernels.sources import Matrix
 from fbq_jax.ops import dispatch
-from fbq_jax.ops.backends import Request
+from fbq_jax.ops.dispatch import Request
 from tests import oracle
 from tests.kernels import (
     gemm_cases,

@@ -13,9 +13,9 @@ from fbq_jax.contrib.qwix.internals import is_lora_active
 from fbq_jax.contrib.qwix.products import Op
 from fbq_jax.contrib.qwix.providers import call_quantized, refuse_lora
 from fbq_jax.linen.dot import ParameterDot
-from fbq_jax.linen.frozen import FrozenParameter, Parameter
+from fbq_jax.linen.frozen import FrozenParameter
 from fbq_jax.linen.rules import RulesDot
-from fbq_jax.linen.state import calling_module, can_keep_state
+from fbq_jax.linen.state import Parameter, calling_module, can_keep_state
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
 from fbq_jax.recipes.rules_report import (
     NOT_REACHED,

@@ -20,8 +20,7 @@ from fbq_jax.contrib.qwix.internals import (
 from fbq_jax.contrib.qwix.products import Modules, Products, Weight
 from fbq_jax.core.frozen_weight import FrozenKernel
 from fbq_jax.core.threshold import layer_path
-from fbq_jax.linen.frozen import KERNEL
-from fbq_jax.linen.state import calling_module
+from fbq_jax.linen.state import KERNEL, calling_module
 
 # What layers call, and the function that LoRA replaces, which they call in float.  All
 # classes of dots have one ``__call__``.

@@ -11,7 +11,7 @@ from fbq_jax import GatedMLP, Recipe, dot_general, ops, ragged_dot
 from fbq_jax.core import threshold
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import quantize_weight
-from fbq_jax.ops.backends import Backend
+from fbq_jax.ops.dispatch import Backend
 from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 

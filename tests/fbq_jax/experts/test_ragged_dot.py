@@ -25,7 +25,7 @@ from fbq_jax.experts.ragged_dot import group_rates
 from fbq_jax.kernels.tiles import Tiles, from_tiles
 from fbq_jax.nonlinear import silu_gate
 from fbq_jax.ops import dispatch
-from fbq_jax.ops.backends import Request
+from fbq_jax.ops.dispatch import Request
 from tests import oracle
 from tests.gpus import h200s, needs_compiler
 from tests.kernels.quantize_cases import heavy

@@ -26,7 +26,7 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
-from fbq_jax.core.spec import Spec
+from fbq_jax.core.gemms import Spec
 from fbq_jax.core.threshold import UNSET, Scalars
 from fbq_jax.experts import codes as expert_codes
 from fbq_jax.experts import mlp

@@ -18,8 +18,8 @@ from fbq_jax import (
     recipes,
 )
 from fbq_jax.core import fused_layers, threshold
+from fbq_jax.core.gemms import Spec
 from fbq_jax.core.nonlinear import NormSpec
-from fbq_jax.core.spec import Spec
 from fbq_jax.recipes.schema import Recipe
 from tests.kernels.quantize_cases import heavy
 from tests.marks import rows_with_first_fast

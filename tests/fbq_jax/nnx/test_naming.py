@@ -111,7 +111,7 @@ def current_name(function, *args):
         original(op, operands)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fbq_jax.ops.transformations.record_layer", record)
+        patch.setattr("fbq_jax.ops.op.record_layer", record)
         nnx.eval_shape(function, *args)
     return set(names)
 

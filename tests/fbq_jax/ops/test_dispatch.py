@@ -25,7 +25,7 @@ from fbq_jax import (
 )
 from fbq_jax.kernels.quantized import Layout
 from fbq_jax.ops import backends, dispatch
-from fbq_jax.ops.backends import Request
+from fbq_jax.ops.dispatch import Request
 from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import layer_name
 

@@ -16,10 +16,11 @@ from fbq_jax.kernels import packing
 from fbq_jax.kernels.quantized import Layout, Quantized, Term, Unquantized
 from fbq_jax.kernels.rounding import MatrixSeeds
 from fbq_jax.kernels.sources import Gate, GateGrad, Matrix, Norm
-from fbq_jax.ops import backends, dispatch, transformations
-from fbq_jax.ops.backends import BACKENDS, Backend, Request
-from fbq_jax.ops.op import OPS, LocalOp, Op
-from fbq_jax.ops.transformations import call
+from fbq_jax.ops import backends, dispatch
+from fbq_jax.ops import op as op_module
+from fbq_jax.ops.backends import Reference
+from fbq_jax.ops.dispatch import BACKENDS, OPS, Backend, Request
+from fbq_jax.ops.op import LocalOp, Op, call
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
     ShardingRule,
@@ -348,14 +349,15 @@ def test_no_kernel_starts_on_empty_operands(name, shape):
 
 
 def test_one_record_makes_a_new_op_and_one_object_a_new_backend(monkeypatch):
+    monkeypatch.setattr(Reference, "double", staticmethod(double), raising=False)
     record = Op(
-        double,
+        "double",
         request=lambda *_, **__: Request("double", ()),
         sharding_rule=lambda *_, **__: ShardingRule(("b i j",), "b i j"),
         on_shard=lambda run, _, operands, options: run(*operands, **options),
     )
     monkeypatch.setitem(OPS, "double", record)
-    for module in (dispatch, transformations):
+    for module in (dispatch, op_module):
         monkeypatch.setattr(module, "BACKENDS", {"new": New(), **BACKENDS})
     assert dispatch.choose("double", ()).implementation == "new"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax.ops.platform import call_kernel
+from fbq_jax.ops.op import call_kernel
 from tests.fbq_jax.sharding.tools import mesh_of
 
 X = {"x": jnp.arange(6.0).reshape(2, 3)}

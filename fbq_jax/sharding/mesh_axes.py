@@ -1,19 +1,53 @@
-"""Noise, types and maxima inside ``jax.shard_map`` and ``jax.pmap``.
+"""The axes of a mesh as a layer sees them: explicit ones, and manual ones.
 
-There, over manual mesh axes, code runs once on each device and sees that device's shard
-only.  A layer whose seed is replicated would draw the same noise on every device, and
-the errors of its gradients would not average out.
+Explicit axes are part of array types.  Inside ``jax.shard_map`` and ``jax.pmap`` axes
+are manual: code runs once on each device and sees that device's shard only.  A layer
+whose seed is replicated would draw the same noise on every device, and the errors of
+its gradients would not average out.  Nothing here changes anything on a single device.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fbq_jax.kernels import rounding
 from fbq_jax.sharding.layer_names import warn_first
 
 Tree = TypeVar("Tree")
+
+
+def run_over_auto_axes(
+    function: Callable[..., tuple[jax.Array, Any]],
+    out: jax.core.ShapedArray,
+    *args: Any,
+) -> tuple[jax.Array, Any]:
+    """Calls a function inside which explicit mesh axes are automatic.
+
+    Inside, arrays are stacks of matrices and blocks, whose sharding types cannot
+    express.
+
+    Args:
+      function: returns an array and a tree of arrays.  It must take all arrays as
+        arguments, not by closure.
+      out: the shape of the returned array, and its sharding outside the function.
+      *args: the arguments.
+
+    Returns:
+      The array, and the tree, which is replicated on every device.
+    """
+    mesh = out.sharding.mesh if out.sharding is not None else None
+    if mesh is None or not mesh.explicit_axes:
+        return function(*args)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    shardings = out.sharding, replicated
+    run = jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=shardings
+    )
+    results: tuple[jax.Array, Any] = run(*args)
+    return results
 
 
 def device_seed(seed: jax.Array, *operands: jax.Array) -> jax.Array:

@@ -1,0 +1,81 @@
+"""What an op knows of those who look into a model: freezing, reports and checks.
+
+A function such as ``freeze`` runs a model in the context of a ``Visitor``.  Each
+quantized product calls the visitor, which may look at it, or give it codes of its
+weight.  Codes that stay in the state of a layer are ``WeightCodes``, which the op asks
+for what it multiplies by.  It imports nothing of those who make them.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+import jax
+
+from fbq_jax.kernels.quantized import Layouts
+
+Product = TypeVar("Product")
+#: The codes of a product's weight, and whether it has nothing else to multiply by.
+FoundCodes = tuple[Layouts | None, bool]
+
+
+class WeightCodes:
+    """The codes of a weight in the state of a layer; the base of what makes them.
+
+    Attributes:
+      is_frozen: whether the layer has nothing else to multiply by.
+    """
+
+    is_frozen: ClassVar[bool] = False
+
+    def codes_for(self, product: Any) -> Layouts:
+        """The codes that a product reads.
+
+        Raises:
+          ValueError: they are of another weight or product.
+        """
+        raise NotImplementedError
+
+
+class StandIn:
+    """A base of what stands in for a parameter whose layer has codes only."""
+
+
+class Visitor:
+    """Sees the quantized products of a model; this one does nothing.
+
+    A product is a ``LayerWeight`` in Linen, and in NNX a ``DotProduct``.
+
+    Attributes:
+      freezes: whether layers keep their state, because they are being frozen.
+    """
+
+    freezes = False
+
+    def see(self, product: Product) -> Product:
+        """Sees a product; returns it, or one with another right operand."""
+        return product
+
+    def codes(self, product: Any) -> FoundCodes | None:
+        """Codes for a product; None for those that its state has, if any."""
+        del product
+        return None
+
+
+#: The active visitor.  Part of the key of JAX's trace caches: a layer that was traced
+#: before is traced again.
+visitor = jax.make_user_context(Visitor())
+
+V = TypeVar("V", bound=Visitor)
+
+
+@contextlib.contextmanager
+def visiting(active: V) -> Iterator[V]:
+    """A context in which quantized products call a visitor."""
+    with visitor(active):
+        yield active
+
+
+def is_freezing() -> bool:
+    """Whether a model is being frozen."""
+    return visitor.value.freezes
