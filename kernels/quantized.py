@@ -16,6 +16,8 @@ Criterion = Literal["absmax", "l1", "l1_rel"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 CodeDtype = Literal["int8", "float8_e4m3fn"]
 CODE_DTYPES: tuple[CodeDtype, ...] = get_args(CodeDtype)
+#: The value of the threshold theta until an activation sets it.
+UNSET = -1.0
 
 
 class Term(NamedTuple):

@@ -25,10 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fbq_jax.kernels.quantized import UNSET
 from fbq_jax.kernels.scales import divide
-
-UNSET = -1.0
-"""The value of theta until an activation sets it."""
 
 SMALLEST = 2.0**-126
 """The smallest metric of a block that counts.  Some devices flush smaller ones to 0."""

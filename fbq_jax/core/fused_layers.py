@@ -9,8 +9,8 @@ without a norm for a mixture of experts.
 
 The results equal ``fbq_jax.nonlinear`` followed by ``fbq_jax.core.gemms``, except
 that a bfloat16 or float16 gate is rounded once instead of twice.  ``quantize`` takes
-the norm and the gate as its source (``fbq_jax.kernels.sources``), so the operands of
-the GEMMs exist in memory only as INT8 values.  The backward pass reads the quantized
+the norm and the gate as its source (``fbq_jax.kernels.layer_sources``), so the operands
+of the GEMMs exist in memory only as INT8 values.  The backward pass reads the quantized
 operands of each GEMM and the packed values of the norm and of the gate's two factors.
 The only floats that it reads are scales and the norm's ``rstd``.
 
@@ -35,9 +35,10 @@ from fbq_jax.core.gemms import (
 )
 from fbq_jax.core.nonlinear import SAVED_NAME, NormSpec, SavedNorm
 from fbq_jax.core.threshold import GRAD_STREAM, Scalars, Stats, seeds_of
+from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.kernels.quantized import Layouts
-from fbq_jax.kernels.sources import Gate, GateGrad, Norm, Source
+from fbq_jax.kernels.sources import Source
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -113,9 +114,9 @@ def norm_mlp(
         ``gemms.matmul``.
       norm_scale: float32 ``[K]``; None for no norm in front of the MLP.
       weights: of the linear layer, float ``[B, K, N]``; or of the MLP, float
-        ``[B, K, 2 F]``, the kernels of gate and up as ``sources.join_gate_up`` joins
-        them, or without a norm up after gate, and ``[B, F, N]``.  A frozen layer has
-        None.
+        ``[B, K, 2 F]``, the kernels of gate and up as ``layer_sources.join_gate_up``
+        joins them, or without a norm up after gate, and ``[B, F, N]``.  A frozen layer
+        has None.
       codes: the weights as they were quantized before; None to quantize them here.
       scalars: the threshold and the seeds of each GEMM.
       rows: how the rows of x, and those of the hidden layer, lie.
@@ -191,7 +192,7 @@ def _multiply_gated(
       scalars: the threshold and the seeds of the GEMM.
       rows: how the rows of ``gate_up`` lie.
       bits: bits per value that the gate saves, 4 to 12.
-      interleaved: how gate and up are joined (``sources.join_gate_up``).
+      interleaved: how gate and up are joined (``layer_sources.join_gate_up``).
       save: whether there will be a backward pass.
 
     Returns:

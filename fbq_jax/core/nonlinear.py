@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fbq_jax.core.arguments import DTYPE_NAMES, DTYPES
-from fbq_jax.kernels import packing, sources
+from fbq_jax.kernels import layer_sources, packing
 from fbq_jax.ops import dispatch
 from fbq_jax.sharding.explicit_axes import apply_by_rows, reshard_as
 from fbq_jax.sharding.mesh_axes import as_varying
@@ -126,7 +126,9 @@ def gelu(x: jax.Array, approximate: bool = True, *, bits: int = 10) -> jax.Array
     """
     check_operands(bits, x=x)
     function = functools.partial(jax.nn.gelu, approximate=approximate)
-    return _pointwise(function, lambda x: sources.with_slope(function, x)[1:], bits, x)
+    return _pointwise(
+        function, lambda x: layer_sources.with_slope(function, x)[1:], bits, x
+    )
 
 
 def silu_gate(gate: jax.Array, up: jax.Array, *, bits: int = 10) -> jax.Array:
@@ -185,7 +187,7 @@ def _gate(
             f"{gate.dtype} {gate.shape} and {up.dtype} {up.shape}"
         )
     gate, up = as_varying((gate, reshard_as(up, gate)))
-    factors = functools.partial(sources.gate_factors, function)
+    factors = functools.partial(layer_sources.gate_factors, function)
     return _pointwise(lambda gate, up: function(gate) * up, factors, bits, gate, up)
 
 
@@ -270,8 +272,8 @@ def _scaled_norm_fwd(
         mean = jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.maximum(variance - mean * mean, 0.0)
         x -= mean
-    rstd = sources.find_rstd(variance, spec.epsilon)
-    y = sources.apply_norm(x, rstd, scale)
+    rstd = layer_sources.find_rstd(variance, spec.epsilon)
+    y = layer_sources.apply_norm(x, rstd, scale)
     normalized = _save(x * rstd, spec.bits)
     return y, SavedNorm(normalized, checkpoint_name(rstd, SAVED_NAME), scale)
 
@@ -330,7 +332,7 @@ def _pointwise_fwd(
 def _pointwise_bwd(
     _function: Any, _factors: Any, bits: int, saved: list[packing.Packed], dy: jax.Array
 ) -> tuple[jax.Array, ...]:
-    times_packed = functools.partial(sources.times_packed, bits=bits)
+    times_packed = functools.partial(layer_sources.times_packed, bits=bits)
     return tuple(apply_by_rows(times_packed, dy, factor) for factor in saved)
 
 

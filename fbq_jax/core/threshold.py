@@ -12,8 +12,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fbq_jax import ops
+from fbq_jax.kernels.quantized import UNSET
 from fbq_jax.kernels.rounding import CallSeed, MatrixSeeds, Seeds, fold, fold_seeds
-from fbq_jax.kernels.threshold_reference import UNSET
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer
 from fbq_jax.sharding.mesh_axes import device_seed

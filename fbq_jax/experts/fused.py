@@ -3,9 +3,9 @@
     y = (silu(gate) * up) . W_down        where [gate, up] = x . W_gate_up
 
 Between the projections, rows stay in the tiles of their experts, and tiles without rows
-take no time.  The sources of ``fbq_jax.kernels.sources`` read the output of the first
-projection and the gradient of the second's input, so the gate's output and the gradient
-of gate and up exist in memory only as INT8 values.
+take no time.  The sources of ``fbq_jax.kernels.layer_sources`` read the output of the
+first projection and the gradient of the second's input, so the gate's output and the
+gradient of gate and up exist in memory only as INT8 values.
 
 The results equal ``fbq_jax.ragged_dot`` and ``fbq_jax.nonlinear``, except that a
 bfloat16 or float16 gate is rounded once instead of twice.

@@ -37,8 +37,8 @@ from jax.ad_checkpoint import checkpoint_name
 from fbq_jax import ops
 from fbq_jax.core.nonlinear import SAVED_NAME
 from fbq_jax.kernels import rounding
+from fbq_jax.kernels.layer_sources import find_rstd, with_slope
 from fbq_jax.kernels.quantized import Layout
-from fbq_jax.kernels.sources import find_rstd, with_slope
 from fbq_jax.quantized import Quantized
 
 Params = Mapping[str, Any]

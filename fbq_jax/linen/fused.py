@@ -14,7 +14,7 @@ from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.core.fused_layers import FusedSpec
 from fbq_jax.core.gemms import Spec
 from fbq_jax.core.nonlinear import NormSpec
-from fbq_jax.kernels import sources
+from fbq_jax.kernels import layer_sources
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.linen.dot import FallbackDot, fallback_dot
 from fbq_jax.recipes.presets import describe_recipe
@@ -228,7 +228,7 @@ def _as_matrix(kernel: jax.Array) -> jax.Array:
     """A kernel ``[K, N]``, or ``[K, 2, F]`` of gate and up joined to ``[K, 2 F]``."""
     if kernel.ndim == 2:
         return kernel
-    return sources.join_gate_up(kernel[:, 0], kernel[:, 1])
+    return layer_sources.join_gate_up(kernel[:, 0], kernel[:, 1])
 
 
 def _check(module: NormDense | GatedMLP, x: jax.Array) -> None:

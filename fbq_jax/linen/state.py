@@ -29,7 +29,7 @@ from fbq_jax.core.threshold import SLOT, layer_path
 from fbq_jax.core.training_warnings import warn_without_state_gradient
 from fbq_jax.core.visitors import FoundCodes, StandIn, WeightCodes, is_freezing
 from fbq_jax.flax_internals import running_modules
-from fbq_jax.kernels.threshold_reference import UNSET
+from fbq_jax.kernels.quantized import UNSET
 from fbq_jax.sharding.layer_names import warn_first
 
 Tree = TypeVar("Tree")

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fbq_jax.kernels import packing
+from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm, SavedNorm
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.sources import Gate, GateGrad, Norm, SavedNorm
 from fbq_jax.ops.quantization import KINDS, SourceKind, SourceWords, rows_of, words_of
 from fbq_jax.sharding.rule_language import UNSHARDED, UNSHARDED_AXIS, AxisWords, word
 

@@ -21,10 +21,7 @@ from fbq_jax.kernels.quantized import (
     Term,
 )
 from fbq_jax.kernels.rounding import Seeds, fold, fold_seeds
-from fbq_jax.kernels.sources import (
-    Matrix,
-    Source,
-)
+from fbq_jax.kernels.sources import Matrix, Source
 from fbq_jax.ops.dispatch import Request
 from fbq_jax.ops.op import LocalOp, Op, call, register
 from fbq_jax.ops.problems import lead_of, map_problems

@@ -11,19 +11,18 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from fbq_jax.kernels.layer_sources import (
+    Gate,
+    GateGrad,
+    Norm,
+    SavedNorm,
+    mean_square_rstd,
+)
 from fbq_jax.kernels.packing import GROUP, Packed
 from fbq_jax.kernels.quantized import CodeDtype, Criterion, Layout, Layouts, Term
 from fbq_jax.kernels.reference import NO_AMAX_REDUCE, AmaxReduce, check_layouts
 from fbq_jax.kernels.rounding import GlobalOffset, MatrixSeeds, Seeds
-from fbq_jax.kernels.sources import (
-    Gate,
-    GateGrad,
-    Matrix,
-    Norm,
-    SavedNorm,
-    Source,
-    mean_square_rstd,
-)
+from fbq_jax.kernels.sources import Matrix, Source
 from fbq_jax.kernels.triton import sources
 from fbq_jax.kernels.triton.arguments import (
     column_unit,
@@ -240,9 +239,9 @@ def _kernel_of(
             return sources.quantize_norm, inputs, GROUP
         case Gate():
             return sources.quantize_gate, inputs, GROUP
-        case GateGrad():
-            inputs["packed"], inputs["packed_scales"] = source.factors
-            return sources.quantize_gate_grad, inputs, 2 * GROUP
+    assert isinstance(source, GateGrad)
+    inputs["packed"], inputs["packed_scales"] = source.factors
+    return sources.quantize_gate_grad, inputs, 2 * GROUP
 
 
 def _packed_outputs(source: Source) -> dict[str, jax.ShapeDtypeStruct]:

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fbq_jax.kernels import threshold_reference
+from fbq_jax.kernels import quantized, threshold_reference
 from fbq_jax.kernels.threshold_reference import MovedThreshold
 from fbq_jax.kernels.triton.launch import launch
 
 CHUNK = 2048  # blocks that are counted at a time
 SELECTED = 8192  # blocks of which a program selects the residuals
-UNSET = tl.constexpr(threshold_reference.UNSET)
+UNSET = tl.constexpr(quantized.UNSET)
 SMALLEST = tl.constexpr(threshold_reference.SMALLEST)
 SMALLEST_BITS = tl.constexpr(0x00800000)
 INFINITY_BITS = tl.constexpr(0x7F800000)

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbq_jax.kernels import packing, reference, rounding
+from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm, SavedNorm
 from fbq_jax.kernels.quantized import CRITERIA, Layout, Layouts, Quantized, Term
 from fbq_jax.kernels.rounding import MatrixSeeds
-from fbq_jax.kernels.sources import Gate, GateGrad, Matrix, Norm, SavedNorm, Source
+from fbq_jax.kernels.sources import Matrix, Source
 from fbq_jax.kernels.tiles import assign_tiles
 from tests import oracle
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fbq_jax.kernels import sources
+from fbq_jax.kernels import layer_sources
 from tests.gpus import h200s, needs_compiler
 
 
 @jax.jit
 def rounded(x):
     """Rounds to float16; XLA may remove the casts."""
-    return sources.round_to(x, jnp.float16).astype(jnp.float32)
+    return layer_sources.round_to(x, jnp.float16).astype(jnp.float32)
 
 
 @pytest.mark.parametrize("largest", [2.0**-14, 2.0**-20, 1.0, 1e5])

@@ -9,7 +9,7 @@ import pytest
 
 from fbq_jax import Recipe
 from fbq_jax.core import threshold
-from fbq_jax.kernels.threshold_reference import UNSET
+from fbq_jax.kernels.quantized import UNSET
 from tests.marks import with_first_fast
 
 RECIPE = Recipe()

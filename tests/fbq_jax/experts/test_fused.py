@@ -11,7 +11,7 @@ import pytest
 import fbq_jax
 from fbq_jax import FallbackDot, MoEMLP, Routing, RulesDot, recipes
 from fbq_jax.experts import mlp
-from fbq_jax.kernels.sources import Gate, GateGrad
+from fbq_jax.kernels.layer_sources import Gate, GateGrad
 from fbq_jax.ops.op import LocalOp
 from tests import oracle
 from tests.kernels.quantize_cases import heavy

@@ -21,7 +21,7 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
-from fbq_jax.kernels.threshold_reference import UNSET
+from fbq_jax.kernels.quantized import UNSET
 from fbq_jax.sharding import layer_names
 from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast

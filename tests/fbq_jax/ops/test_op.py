@@ -13,9 +13,10 @@ import pytest
 
 from fbq_jax import dot_general, ops, recipes
 from fbq_jax.kernels import packing
+from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm
 from fbq_jax.kernels.quantized import Layout, Quantized, Term, Unquantized
 from fbq_jax.kernels.rounding import MatrixSeeds
-from fbq_jax.kernels.sources import Gate, GateGrad, Matrix, Norm
+from fbq_jax.kernels.sources import Matrix
 from fbq_jax.ops import backends, dispatch
 from fbq_jax.ops import op as op_module
 from fbq_jax.ops.backends import Reference

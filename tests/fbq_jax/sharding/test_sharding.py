@@ -28,8 +28,8 @@ from fbq_jax import (
     recipes,
     save_codes,
 )
+from fbq_jax.kernels.layer_sources import Gate, GateGrad, join_gate_up
 from fbq_jax.kernels.quantized import Layout
-from fbq_jax.kernels.sources import Gate, GateGrad, join_gate_up
 from tests.collectives import collectives
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
 from tests.kernels.quantize_cases import heavy

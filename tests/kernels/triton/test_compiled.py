@@ -11,9 +11,10 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 from fbq_jax.kernels import packing
+from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm
 from fbq_jax.kernels.quantized import Unquantized
 from fbq_jax.kernels.rounding import MatrixSeeds
-from fbq_jax.kernels.sources import Gate, GateGrad, Matrix, Norm
+from fbq_jax.kernels.sources import Matrix
 from fbq_jax.kernels.triton import (
     few_rows_gemm,
     few_rows_quantize_gemm,

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fbq_jax.kernels import threshold_reference
+from fbq_jax.kernels import quantized
 from tests.kernels import threshold_cases, triton_tools
 from tests.marks import rows_with_first_fast
 
@@ -22,5 +22,5 @@ def test_matches_the_reference(name, size):
 
 def test_unset_is_one_value():
     """Kernels test the sign only."""
-    assert threshold_reference.UNSET < 0.0
-    assert np.float32(threshold_reference.UNSET) == threshold_reference.UNSET
+    assert quantized.UNSET < 0.0
+    assert np.float32(quantized.UNSET) == quantized.UNSET
