@@ -23,7 +23,7 @@ from fbq_jax.bench import layers, results, step
 
 SHAPE = (8192, 2048, 2048)  # tokens, D, F
 LAYERS = (1, 12)
-RECIPES = ("bf16", "block", "fallback")
+RECIPES = ("bf16", "fallback")
 CACHES = "JAX_COMPILATION_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"
 
 
