@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
 from jax import export
 
-import fbq_jax
 from fbq_jax import (
     FallbackDot,
     MoEMLP,
@@ -20,7 +18,6 @@ from fbq_jax import (
     dot_general,
     fallback_dot,
     freeze,
-    ragged_dot,
     recipes,
 )
 from fbq_jax.sharding import layer_names
@@ -92,31 +89,6 @@ def linen_calls(recipe):
     )
 
 
-def nnx_calls(recipe):
-    """The same calls."""
-    rngs = nnx.Rngs(1)
-    dot = fbq_jax.nnx.FallbackDot(recipe, rngs=rngs)
-    layer = nnx.Linear(K, N, dot_general=dot, rngs=rngs)
-    layer(values(2, 9, K) / 50)
-    frozen = fbq_jax.nnx.freeze(layer, values(2, 9, K))
-    graphdef, state = nnx.split(layer)
-
-    def new_layer():
-        return nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
-
-    def step(x):
-        layer = new_layer()
-        loss = nnx.grad(lambda layer: weighted(layer(x)))
-        return loss(layer), nnx.state(layer)
-
-    def evaluate(x):
-        layer = new_layer()
-        layer.eval()
-        return layer(x)
-
-    return lambda x: (evaluate(x), step(x), frozen(x))
-
-
 # Scales of blocks, rows of blocks, rows, the whole matrix, and shards; and FP8.
 GRANULARITIES = [
     *("fallback", "row_block_lhs", "rowwise", "per_tensor"),
@@ -128,28 +100,6 @@ GRANULARITIES = [
 @pytest.mark.parametrize("name", GRANULARITIES)
 def test_linen_layers(name):
     assert_exported(linen_calls(recipes.NAMED[name]), *leading(), K)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["fallback", "rowwise"])
-def test_nnx_layers(name):
-    assert_exported(nnx_calls(recipes.NAMED[name]), *leading(), K, sizes=SIZES[1:2])
-
-
-@pytest.mark.exhaustive
-def test_a_ragged_dot_takes_any_number_of_rows():
-    """Also fewer rows than groups."""
-    w = jax.random.normal(jax.random.key(1), (4, K, N))
-    groups = jnp.array([2, 0, 100, 40], jnp.int32)
-
-    def step(x):
-        def product(x, w):
-            return ragged_dot(x.reshape(-1, K), w, groups, theta=1.0)[0]
-
-        y, vjp = jax.vjp(product, x, w)
-        return y, vjp(jnp.cos(y))
-
-    assert_exported(step, *leading(), K, sizes=[*SIZES, (1, 1)])
 
 
 def test_a_mixture_of_experts_has_symbolic_tokens():
