@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax import export
 
+import fbq_jax
 from fbq_jax import (
     FallbackDot,
     MoEMLP,
@@ -89,6 +91,25 @@ def linen_calls(recipe):
     )
 
 
+def nnx_calls(recipe):
+    """The same calls, but for the step that sets the threshold."""
+    rngs = nnx.Rngs(1)
+    dot = fbq_jax.nnx.FallbackDot(recipe, rngs=rngs)
+    layer = nnx.Linear(K, N, dot_general=dot, rngs=rngs)
+    layer(values(2, 9, K) / 50)
+    frozen = fbq_jax.nnx.freeze(layer, values(2, 9, K))
+    graphdef, state = nnx.split(layer)
+
+    def calls(x):
+        layer = nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
+        grads = nnx.grad(lambda layer: weighted(layer(x)))(layer)
+        moved = nnx.state(layer)
+        layer.eval()
+        return grads, moved, layer(x), frozen(x)
+
+    return calls
+
+
 # Scales of blocks, rows of blocks, rows, the whole matrix, and shards; and FP8.
 GRANULARITIES = [
     *("fallback", "row_block_lhs", "rowwise", "per_tensor"),
@@ -100,6 +121,12 @@ GRANULARITIES = [
 @pytest.mark.parametrize("name", GRANULARITIES)
 def test_linen_layers(name):
     assert_exported(linen_calls(recipes.NAMED[name]), *leading(), K)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["fallback", "rowwise"])
+def test_nnx_layers(name):
+    assert_exported(nnx_calls(recipes.NAMED[name]), *leading(), K, sizes=SIZES[1:2])
 
 
 def test_a_mixture_of_experts_has_symbolic_tokens():

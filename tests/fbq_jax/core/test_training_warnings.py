@@ -245,11 +245,12 @@ def test_an_nnx_op_that_moves_to_another_layer_is_not_shared():
 
 def test_a_float_count_goes_on_where_its_dtype_ends():
     state = threshold.start(RECIPE, 7)
-    seeds = []
-    for count in (2.0**24 - 1, 2.0**24, 1.0):
-        moved = {**state, "count": jnp.float32(count)}
-        seeds.append(int(threshold.call_seed(threshold.canonicalize_state(moved))))
-    assert len(set(seeds)) == 3
+    count, seeds = jnp.float32(2.0**24 - 1), set()
+    for _ in range(4):
+        moved = threshold.canonicalize_state({**state, "count": count})
+        seeds.add(int(threshold.call_seed(moved)))
+        count = (moved["count"] + 1).astype(jnp.float32)
+    assert len(seeds) == 4
     integer = threshold.canonicalize_state({**state, "count": jnp.uint32(2**30)})
     assert integer["count"] == 2**30
 

@@ -20,6 +20,7 @@ from fbq_jax import (
     FallbackDot,
     FallbackEinsum,
     GatedMLP,
+    Recipe,
     RulesDot,
     assert_live,
     dispatch,
@@ -186,6 +187,29 @@ def test_stacked_layers_are_looked_up_by_the_shape_of_one():
     assert stats.metric.shape == (4, 0, 0)
     mapped = jax.vmap(lambda x, w: dot_general(x, w, MATMUL, recipe=FLOAT)[0])(x, w)
     same_bits([mapped], [y])
+
+
+class Layer(nn.Module):
+    """A layer as the body of a scan."""
+
+    recipe: Recipe | None = FLOAT
+
+    @nn.compact
+    def __call__(self, x):
+        dot = None if self.recipe is None else FallbackDot(self.recipe)
+        return dense(name="dense", dot_general=dot)(x), None
+
+
+@stays_in_float
+def test_layers_inside_a_scan_stay_in_float_and_count_on():
+    axes = {"params": 0, "fallback": 0}
+    stack = nn.scan(Layer, axes, split_rngs={"params": True}, length=3)
+    x, _ = operands(SLOW)
+    variables = stack().init(jax.random.key(0), x)
+    (y, _), moved = stack().apply(variables, x, mutable=["fallback"])
+    same_bits([y], stack(None).apply({"params": variables["params"]}, x)[:1])
+    (stats,) = fallback_stats(moved).values()
+    assert stats.count.tolist() == [1, 1, 1]
 
 
 def test_einsums_convolutions_and_rules_are_left_in_float_too(recwarn):

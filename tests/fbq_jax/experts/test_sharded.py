@@ -9,15 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fbq_jax
-from fbq_jax import ExpertSharding, FallbackDot, MoEMLP, Recipe, Routing, ops, recipes
+from fbq_jax import (
+    ExpertSharding,
+    FallbackDot,
+    MoEMLP,
+    Recipe,
+    Routing,
+    ops,
+    ragged_dot,
+    recipes,
+    save_codes,
+)
 from fbq_jax.core.spec import Spec
 from fbq_jax.core.threshold import UNSET, Scalars
 from fbq_jax.experts import codes as expert_codes
+from fbq_jax.experts import mlp
 from fbq_jax.experts.plan import Exchange, dispatch, exchange_plan
 from fbq_jax.experts.rows import exchanged_rows, tiled_rows
 from fbq_jax.kernels.quantized import Layout, repeat_blocks
@@ -217,6 +229,89 @@ def test_steps_are_those_of_one_device(recipe, sharding, sizes):
             assert not np.any(a)
     dw = got[1]["gate_up"]["kernel"]
     assert dw.sharding.shard_shape(dw.shape)[0] == E // mesh.shape["expert"]
+
+
+def products(recipe, experts, sharding):
+    """Two products, the rates, and the gradients of the operands."""
+    w_up, w_down = heavy((E, D, F), 3), heavy((E, F, D), 4)
+    options = {"recipe": recipe, "theta": 20.0, "key": jax.random.key(5)}
+
+    def up_and_down(x, w_up, w_down):
+        if sharding is None:
+            plan = dispatch(experts, E)
+            x, sizes = x[plan.order // TOP_K], [plan.group_sizes] * 2
+        else:
+            plan = exchange_plan(sharding, experts, E, None)
+            sizes = plan, plan.back
+        h, stats = ragged_dot(x, w_up, sizes[0], **options)
+        y, more = ragged_dot(h, w_down, sizes[1], **options)
+        return y[plan.positions] if sharding is None else y, (stats.rate, more.rate)
+
+    y, vjp, rates = jax.vjp(up_and_down, X, w_up, w_down, has_aux=True)
+    return (y, *rates), vjp(heavy((T, TOP_K, D), 6))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("recipe", "sharding"),
+    [
+        (FALLBACK, EXPERT),
+        (recipes.jetfire, EXPERT),
+        (recipes.block, WITH_COPIES),
+        (FALLBACK, WITH_COPIES),
+    ],
+)
+def test_products_are_those_of_one_device(recipe, sharding):
+    """Bit for bit, except dW, whose sum copies of an expert share."""
+    run = jax.jit(products, static_argnums=(0, 2))
+    want, (dx, *dw) = run(recipe, random_experts(2), None)
+    with jax.set_mesh(mesh_of(**MESHES[sharding])):
+        got, (got_dx, *got_dw) = run(recipe, random_experts(2), sharding)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert oracle.relative(got_dx, dx) < 1e-6  # a sum over a token's experts
+    for own, whole in zip(got_dw, dw, strict=True):
+        assert oracle.relative(own, whole) <= (1e-6 if sharding.copies else 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", [FALLBACK, recipes.block])
+def test_fused_steps_have_the_bits_of_the_layers_in_sequence(monkeypatch, recipe):
+    mesh = mesh_of(**MESHES[WITH_COPIES])
+    layer = dataclasses.replace(layer_of(recipe), expert_sharding=WITH_COPIES)
+    got = step(layer, sharded(PARAMS, mesh), X, mesh)
+    monkeypatch.setattr(mlp, "can_fuse", lambda *_: False)
+    want = step(layer, sharded(PARAMS, mesh), X, mesh)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+class Block(nn.Module):
+    """A residual layer of a scan."""
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"expert_sharding": EXPERT, "parent": self, "name": "moe"}
+        return x + dataclasses.replace(layer_of(FALLBACK), **options)(x), None
+
+
+@pytest.mark.exhaustive
+def test_scan_and_remat():
+    def step(block):
+        axes = {"params": 0, "fallback": 0}
+        model = nn.scan(block, axes, split_rngs={"params": True}, length=2)()
+
+        def loss(variables):
+            (y, _), updates = model.apply(variables, X, mutable=["fallback"])
+            return jnp.vdot(DY, y), updates
+
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        return jax.jit(jax.grad(loss, has_aux=True, allow_int=True))(variables)
+
+    with jax.set_mesh(mesh_of(**MESHES[EXPERT])):
+        want, moved = step(Block)
+        got, same = step(nn.remat(Block, policy=save_codes))
+    jax.tree.map(np.testing.assert_array_equal, same, moved)
+    apart = jax.tree.map(oracle.relative, got["params"], want["params"])
+    assert max(jax.tree.leaves(apart)) < 1e-4
 
 
 @pytest.mark.exhaustive

@@ -67,10 +67,10 @@ def relative(error, exact):
             # Over fsdp the half that tensor leaves, then over data half of that.
             (
                 *(ALIKE, {"data": 2, "fsdp": 2, "tensor": 2}, ("fsdp", "tensor")),
-                *(0.0113, ([W.size // 2, W.size // 4], [W.size // 4])),
+                *(0.0111, ([W.size // 2, W.size // 4], [W.size // 4])),
             ),
             (MATRIX, {"data": 4}, (), 0.0130, ([W.size], [W.size])),
-            (ODD, {"data": 4}, (), 0.0115, ([68 * 67], [68 * 67])),
+            (ODD, {"data": 4}, (), 0.01145, ([68 * 67], [68 * 67])),
             (STACK, {"fsdp": 4}, ("fsdp",), 0.0130, ([4 * 64 * 64], [])),
         ]
     ),
@@ -87,7 +87,7 @@ def test_a_sum_in_int8(operands, sizes, spec, off, elements):
         key = jax.random.key(seed)
         want = EXACT(*operands, key)
         errors.append(sums(key) - want)
-        assert relative(errors[-1], want) == pytest.approx(off, rel=0.05)
+        assert relative(errors[-1], want) == pytest.approx(off, rel=0.025)
     mean = sum(errors[1:], errors[0]) / len(errors)
     assert relative(mean, want) < 1.5 * off / np.sqrt(len(errors))
 

@@ -17,12 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from fbq_jax import (
     FallbackDot,
+    NormDense,
     Recipe,
     dot_general,
     fallback_dot,
     ops,
     ragged_dot,
     recipes,
+    save_codes,
 )
 from fbq_jax.kernels.quantized import Layout
 from fbq_jax.kernels.sources import Gate, GateGrad, join_gate_up
@@ -434,6 +436,35 @@ def test_experts_stay_where_they_are():
         pytest.raises(ValueError, match=r"automatic.*4@expert,64"),
     ):
         ragged_dot(x, explicit, groups)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = NormDense(128, dot_general=DOT)(x)
+        return x + nn.Dense(128, use_bias=False, dot_general=DOT)(y), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block, policy=save_codes, prevent_cse=False)
+        axes = {"params": 0, "fallback": 0}
+        stack = nn.scan(block, axes, split_rngs={"params": True}, length=2)
+        return stack(name="blocks")(x)[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_scanned_model_on_a_mesh(kind):
+    variables = jax.jit(Scanned().init)(jax.random.key(0), X)
+    args = variables["params"], variables["fallback"]
+    want = jax.jit(step_of(Scanned()))(*args, X)
+    mesh = mesh_of(kind, data=8)
+    with jax.set_mesh(mesh):
+        run = jax.jit(step_of(Scanned()))
+        got = run(*place(mesh, args), place(mesh, X, "data"))
+    assert_close(got, want, rtol=1e-4)
 
 
 def test_layers_of_one_shape_have_their_own_shardings():
