@@ -20,7 +20,6 @@ from fbq_jax import (
     FallbackDot,
     FallbackEinsum,
     GatedMLP,
-    Recipe,
     RulesDot,
     assert_live,
     dispatch,
@@ -189,25 +188,17 @@ def test_stacked_layers_are_looked_up_by_the_shape_of_one():
     same_bits([mapped], [y])
 
 
-class Layer(nn.Module):
-    """A layer as the body of a scan."""
-
-    recipe: Recipe | None = FLOAT
-
-    @nn.compact
-    def __call__(self, x):
-        dot = None if self.recipe is None else FallbackDot(self.recipe)
-        return dense(name="dense", dot_general=dot)(x), None
-
-
 @stays_in_float
 def test_layers_inside_a_scan_stay_in_float_and_count_on():
-    axes = {"params": 0, "fallback": 0}
-    stack = nn.scan(Layer, axes, split_rngs={"params": True}, length=3)
-    x, _ = operands(SLOW)
-    variables = stack().init(jax.random.key(0), x)
-    (y, _), moved = stack().apply(variables, x, mutable=["fallback"])
-    same_bits([y], stack(None).apply({"params": variables["params"]}, x)[:1])
+    def stack(layer, x):
+        options = {"split_rngs": {"params": True}, "length": 3}
+        axes = {"params": 0, "fallback": 0}
+        return nn.scan(lambda m, x: (m(x), None), axes, **options)(layer, x)[0]
+
+    layer, (x, _) = dense(dot_general=FallbackDot(FLOAT)), operands(SLOW)
+    variables = nn.init(stack, layer)(jax.random.key(0), x)
+    y, moved = nn.apply(stack, layer, mutable=["fallback"])(variables, x)
+    same_bits([y], [nn.apply(stack, dense())({"params": variables["params"]}, x)])
     (stats,) = fallback_stats(moved).values()
     assert stats.count.tolist() == [1, 1, 1]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fbq_jax import nonlinear, smooth_swiglu
-from fbq_jax.fp8 import scaled_tensor
+from fbq_jax.fp8.dot_general import E4M3, Scaling, quantize
 from fbq_jax.fp8.smooth_swiglu import SmoothSwiGLU
 from fbq_jax.kernels import packing
 from tests.fbq_jax.core.test_nonlinear import finite_differences
@@ -97,13 +97,11 @@ def test_the_scale_is_a_constant_in_differentiation(form):
     np.testing.assert_allclose(dup * constant, silu(gate), atol=0.01)
 
 
-def e4m3_dot(lhs, rhs, *args):
-    """An E4M3 product whose left operand has a scale from ordinary past steps."""
-    step = 8.0 / float(jnp.finfo(jnp.float8_e4m3fn).max)
-    clipped = jnp.clip(lhs, -8.0, 8.0)
-    lhs = (clipped / step).astype(jnp.float8_e4m3fn).astype(jnp.float32) * step
-    rhs = scaled_tensor.quantize(rhs, jnp.float8_e4m3fn).dequantize()
-    return jax.lax.dot_general(lhs, rhs, *args)
+def e4m3_dot(lhs, rhs, dims):
+    """A product whose left operand has a scale from ordinary past steps."""
+    past = Scaling(jnp.float32(1.0), jnp.array([8.0]))
+    lhs, rhs = quantize(lhs, E4M3, past)[0], quantize(rhs, E4M3, None)[0]
+    return jax.lax.dot_general(lhs.dequantize(), rhs.dequantize(), dims)
 
 
 @every_form

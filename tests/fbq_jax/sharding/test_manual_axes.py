@@ -170,42 +170,32 @@ def test_every_layer_draws_noise_for_each_device(name, layer):
         assert distinct(dw) == DEVICES
 
 
-class Layers(nn.Module):
-    """A stack of layers that all have the same input, and a layer of its own."""
-
-    @nn.compact
-    def __call__(self, x):
-        dense = functools.partial(nn.Dense, N, use_bias=False, dot_general=DOT)
-        stack = nn.scan(
-            lambda layer, x, _: (x, layer(x)),
-            variable_axes={"params": 0, "fallback": 0},
-            split_rngs={"params": True},
-            length=2,
-        )
-        return jnp.sum(stack(dense(name="stack"), x, None)[1], 0) + dense()(x)
+def layers(dense, x):
+    """A stack of layers that all have the same input."""
+    options = {"split_rngs": {"params": True}, "length": 3}
+    axes = {"params": 0, "fallback": 0}
+    return nn.scan(lambda m, x, _: (x, m(x)), axes, **options)(dense, x, None)[1]
 
 
 def test_errors_of_devices_layers_and_steps_average_out():
     """They are not correlated: gradients of the same data differ by noise alone."""
     dy = jax.random.normal(KEY, (ROWS, N))
-    variables = jax.jit(Layers().init)(KEY, X)
+    variables = jax.jit(nn.init(layers, LAYERS["Dense"]))(KEY, X)
+    apply = nn.apply(layers, LAYERS["Dense"], mutable=["fallback"])
     params, state = variables["params"], variables["fallback"]
 
     def steps(x, _):
         def loss(params, state):
-            variables = {"params": params, "fallback": state}
-            y, moved = Layers().apply(variables, x, mutable=["fallback"])
-            return jnp.vdot(dy, y), moved["fallback"]
+            y, moved = apply({"params": params, "fallback": state}, x)
+            return jnp.sum(dy[None] * y), moved["fallback"]
 
         def step(state, _):
             return jax.grad(loss, has_aux=True)(params, state)[::-1]
 
         return jax.lax.scan(step, state, length=3)[1]
 
-    grads = jax.tree.leaves(in_shard_map(steps, check_vma=False)(COPIES, W))
-    errors = np.concatenate([np.reshape(g, (-1, K * N)) for g in grads])
-    errors -= np.ravel(X.T @ dy)
-    assert len(errors) == DEVICES * 3 * 3
+    grads = in_shard_map(steps, check_vma=False)(COPIES, W)["kernel"]
+    errors = np.reshape(np.asarray(grads) - np.asarray(X.T @ dy), (-1, K * N))
     # It is 0.5 where the noise of X or that of dY repeats, and 1 where both do.
     np.testing.assert_allclose(np.corrcoef(errors), np.eye(len(errors)), atol=0.3)
 

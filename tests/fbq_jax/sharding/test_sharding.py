@@ -438,20 +438,13 @@ def test_experts_stay_where_they_are():
         ragged_dot(x, explicit, groups)
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        y = NormDense(128, dot_general=DOT)(x)
-        return x + nn.Dense(128, use_bias=False, dot_general=DOT)(y), None
-
-
 class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
-        block = nn.remat(Block, policy=save_codes, prevent_cse=False)
-        axes = {"params": 0, "fallback": 0}
+        remat = functools.partial(nn.remat, policy=save_codes, prevent_cse=False)
+        block, axes = remat(lambda m, x: (x + m(x), None)), {"params": 0, "fallback": 0}
         stack = nn.scan(block, axes, split_rngs={"params": True}, length=2)
-        return stack(name="blocks")(x)[0]
+        return stack(NormDense(128, dot_general=DOT), x)[0]
 
 
 @pytest.mark.exhaustive
@@ -462,8 +455,7 @@ def test_a_scanned_model_on_a_mesh(kind):
     want = jax.jit(step_of(Scanned()))(*args, X)
     mesh = mesh_of(kind, data=8)
     with jax.set_mesh(mesh):
-        run = jax.jit(step_of(Scanned()))
-        got = run(*place(mesh, args), place(mesh, X, "data"))
+        got = jax.jit(step_of(Scanned()))(*place(mesh, args), place(mesh, X, "data"))
     assert_close(got, want, rtol=1e-4)
 
 
