@@ -12,6 +12,15 @@ def jaxprs_inside(eqn):
             yield inner
 
 
+def count_equations(jaxpr, primitive):
+    """The equations of a primitive, in all inner programs too."""
+    return sum(
+        (eqn.primitive.name == primitive)
+        + sum(count_equations(inner, primitive) for inner in jaxprs_inside(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
 def count_quantized(jaxpr, shape, length=None):
     """The number of ops that quantize matrices of this shape.
 

@@ -39,6 +39,7 @@ from fbq_jax import (
     freeze,
     optim,
 )
+from tests.marks import slow
 
 FILE = Path(__file__).parent / "compatibility" / "0.1.0.safetensors"
 STRIDE = 5
@@ -239,16 +240,9 @@ def test_variables_load(name, stored):
     loaded(name, stored)
 
 
-# Layers of each kind, in training.
-FAST = {"linen", "int8_flow", "nnx"}
-
-
+# Layers of each kind, in training, are fast.
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
-        for name in CASES
-    ],
+    "name", slow(CASES, CASES.keys() - {"linen", "int8_flow", "nnx"})
 )
 def test_variables_compute_what_they_did(name, stored):
     variables, run = loaded(name, stored)

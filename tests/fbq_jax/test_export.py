@@ -20,7 +20,6 @@ from fbq_jax import (
     dot_general,
     fallback_dot,
     freeze,
-    ragged_dot,
     recipes,
 )
 from fbq_jax.sharding import layer_names
@@ -93,7 +92,7 @@ def linen_calls(recipe):
 
 
 def nnx_calls(recipe):
-    """The same calls."""
+    """The same calls, but for the step that sets the threshold."""
     rngs = nnx.Rngs(1)
     dot = fbq_jax.nnx.FallbackDot(recipe, rngs=rngs)
     layer = nnx.Linear(K, N, dot_general=dot, rngs=rngs)
@@ -101,20 +100,14 @@ def nnx_calls(recipe):
     frozen = fbq_jax.nnx.freeze(layer, values(2, 9, K))
     graphdef, state = nnx.split(layer)
 
-    def new_layer():
-        return nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
-
-    def step(x):
-        layer = new_layer()
-        loss = nnx.grad(lambda layer: weighted(layer(x)))
-        return loss(layer), nnx.state(layer)
-
-    def evaluate(x):
-        layer = new_layer()
+    def calls(x):
+        layer = nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
+        grads = nnx.grad(lambda layer: weighted(layer(x)))(layer)
+        moved = nnx.state(layer)
         layer.eval()
-        return layer(x)
+        return grads, moved, layer(x), frozen(x)
 
-    return lambda x: (evaluate(x), step(x), frozen(x))
+    return calls
 
 
 # Scales of blocks, rows of blocks, rows, the whole matrix, and shards; and FP8.
@@ -134,22 +127,6 @@ def test_linen_layers(name):
 @pytest.mark.parametrize("name", ["fallback", "rowwise"])
 def test_nnx_layers(name):
     assert_exported(nnx_calls(recipes.NAMED[name]), *leading(), K, sizes=SIZES[1:2])
-
-
-@pytest.mark.exhaustive
-def test_a_ragged_dot_takes_any_number_of_rows():
-    """Also fewer rows than groups."""
-    w = jax.random.normal(jax.random.key(1), (4, K, N))
-    groups = jnp.array([2, 0, 100, 40], jnp.int32)
-
-    def step(x):
-        def product(x, w):
-            return ragged_dot(x.reshape(-1, K), w, groups, theta=1.0)[0]
-
-        y, vjp = jax.vjp(product, x, w)
-        return y, vjp(jnp.cos(y))
-
-    assert_exported(step, *leading(), K, sizes=[*SIZES, (1, 1)])
 
 
 def test_a_mixture_of_experts_has_symbolic_tokens():

@@ -11,52 +11,38 @@ from fbq_jax import recipes
 
 X = jnp.ones((4, 8))
 RULES = {".*": recipes.block}
-LINEN = nn.Dense(4)
+LINEN, NNX = nn.Dense(4), nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+
+def quantize(model):
+    return fbq_jax.quantize(model, RULES, jax.random.key(0), X)
+
+
+def freeze(model):
+    return fbq_jax.freeze(model, {"params": {}}, X)
+
+
+LINEN_FUNCTIONS = quantize, freeze
+NNX_FUNCTIONS = (
+    lambda model: fbq_jax.nnx.quantize(model, RULES, X, rngs=nnx.Rngs(0)),
+    lambda model: fbq_jax.nnx.freeze(model, X),
+    fbq_jax.nnx.fallback_stats,
+)
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("functions", "model", "message"),
     [
-        lambda model: fbq_jax.quantize(model, RULES, jax.random.key(0), X),
-        lambda model: fbq_jax.freeze(model, {"params": {}}, X),
+        (LINEN_FUNCTIONS, NNX, r"the NNX model Linear: use fbq_jax\.nnx"),
+        (LINEN_FUNCTIONS, nn.Dense, r"got the class Dense$"),
+        (LINEN_FUNCTIONS, {"params": {}}, r"takes a Linen model, .*; got dict$"),
+        ([fbq_jax.fallback_stats], NNX, r"nnx\.fallback_stats an NNX .*; got Linear"),
+        ([lambda m: fbq_jax.freeze(m, X)], LINEN, "after the model, .*; got Array"),
+        (NNX_FUNCTIONS, LINEN, r"the Linen model Dense: use fbq_jax\.[qf]"),
+        (NNX_FUNCTIONS[2:], {"fallback": {}}, r"takes an NNX model, an .*; got dict$"),
     ],
-    ids=["quantize", "freeze"],
 )
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nnx.Linear(8, 4, rngs=nnx.Rngs(0)), r"the NNX model Linear: use fbq_jax\.nnx"),
-        (nn.Dense, r"got the class Dense$"),
-        ({"params": {}}, r"takes a Linen model, .*; got dict$"),
-    ],
-    ids=["nnx", "class", "variables"],
-)
-def test_linen_functions_take_linen_models(call, model, message):
-    with pytest.raises(TypeError, match=message):
-        call(model)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: fbq_jax.nnx.quantize(LINEN, RULES, X, rngs=nnx.Rngs(0)),
-        lambda: fbq_jax.nnx.freeze(LINEN, X),
-        lambda: fbq_jax.nnx.fallback_stats(LINEN),
-    ],
-    ids=["quantize", "freeze", "fallback_stats"],
-)
-def test_nnx_functions_take_nnx_models(call):
-    with pytest.raises(TypeError, match=r"the Linen model Dense: use fbq_jax\.[qf]"):
-        call()
-
-
-def test_fallback_stats_takes_variables():
-    with pytest.raises(TypeError, match=r"nnx\.fallback_stats an NNX .*; got Linear"):
-        fbq_jax.fallback_stats(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
-    with pytest.raises(TypeError, match=r"takes an NNX model, an .*; got dict$"):
-        fbq_jax.nnx.fallback_stats({"fallback": {}})
-
-
-def test_freeze_takes_variables_after_the_model():
-    with pytest.raises(TypeError, match=r"variables after the model, .*; got Array"):
-        fbq_jax.freeze(LINEN, X)
+def test_another_kind_of_model_is_named(functions, model, message):
+    for function in functions:
+        with pytest.raises(TypeError, match=message):
+            function(model)

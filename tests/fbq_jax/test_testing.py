@@ -46,14 +46,6 @@ def test_int8_is_near_and_fallback_is_nearer():
     assert full.out.relative < 0.5 * plain.out.relative
 
 
-@pytest.mark.exhaustive
-def test_any_dimension_numbers_and_dtype():
-    dims = (((2,), (1,)), ((0,), (0,)))
-    x = jnp.stack([X, 2 * X]).astype(jnp.bfloat16)
-    w = jnp.stack([W, W]).astype(jnp.bfloat16)
-    assert_dot_close(x, w, dims, relative=0.03, cosine=0.999)
-
-
 def test_equal_shapes_are_compiled_once():
     def programs(x, theta):
         lists = [[1], [0]], [[], []]

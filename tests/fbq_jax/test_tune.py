@@ -53,9 +53,7 @@ def test_writes_the_fastest_and_keeps_other_entries(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(dispatch, "choose_for", lambda *_: choice)
     monkeypatch.setattr(tune, "_matmul", lambda *_: dot)
     monkeypatch.setattr(
-        measure,
-        "timing",
-        lambda *_, **__: types.SimpleNamespace(ms=next(times)),
+        measure, "timing", lambda *_, **__: types.SimpleNamespace(ms=next(times))
     )
     out = tmp_path / "table.json"
     out.write_text('{"entries": {"mosaic.matmul": {"1x1x1": {"group": 1}}}}')

@@ -7,12 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 
-from fbq_jax import Gemm, Recipe, dot_general, recipes
-from fbq_jax.kernels import rounding
+from fbq_jax import Fp8Dot, Gemm, Recipe, dot_general, llm_int8_dot, nonlinear, recipes
 from tests import oracle
 from tests.kernels.quantize_cases import heavy
 from tests.marks import rows_with_first_fast, with_first_fast
@@ -37,15 +34,16 @@ def seed_of(key, stream):
 
 @pytest.mark.parametrize(
     ("block", "criterion", "scales"),
-    [
-        pytest.param(
-            *((128, 128, 128), "absmax", "block"), marks=pytest.mark.exhaustive
-        ),
-        pytest.param(*((32, 64, 256), "l1_rel", "block"), marks=pytest.mark.exhaustive),
-        pytest.param(*((64, 128, 32), None, "block"), marks=pytest.mark.exhaustive),
-        ((128, 128, 128), "absmax", "row"),
-        ((64, 64, 128), "absmax", "block"),
-    ],
+    rows_with_first_fast(
+        [
+            ((128, 128, 128), "absmax", "row"),
+            ((64, 64, 128), "absmax", "block"),
+            ((128, 128, 128), "absmax", "block"),
+            ((32, 64, 256), "l1_rel", "block"),
+            ((64, 128, 32), None, "block"),
+        ],
+        2,
+    ),
 )
 def test_three_gemms_against_float64(block, criterion, scales):
     """Every operand of every GEMM is rounded as the recipe says."""
@@ -76,31 +74,31 @@ def test_three_gemms_against_float64(block, criterion, scales):
     assert oracle.relative(dw, x_bwd.T @ dy_columns) <= 1e-5
 
 
+# Orders and batches come first; the others are simpler.
 DIMENSIONS = {
+    "descending_contraction": ((6, 5, 8), (8, 5, 9), (((2, 1), (0, 1)), ((), ()))),
+    "two_batch_dims": ((2, 3, 4, 16), (3, 16, 5, 2), (((3,), (1,)), ((0, 1), (3, 0)))),
     "dense": ((4, 6, 40), (40, 24), (((2,), (0,)), ((), ()))),
     "dense_general_out": ((4, 6, 5, 8), (5, 8, 24), (((2, 3), (0, 1)), ((), ()))),
     "contract_first": ((40, 7), (40, 9), (((0,), (0,)), ((), ()))),
     "swapped_contraction": ((6, 5, 8), (8, 5, 9), (((1, 2), (1, 0)), ((), ()))),
-    "descending_contraction": ((6, 5, 8), (8, 5, 9), (((2, 1), (0, 1)), ((), ()))),
     "moe_experts": ((3, 10, 16), (3, 16, 12), (((2,), (1,)), ((0,), (0,)))),
     "batch_in_the_middle": ((10, 3, 16), (16, 12, 3), (((2,), (0,)), ((1,), (2,)))),
-    "two_batch_dims": ((2, 3, 4, 16), (3, 16, 5, 2), (((3,), (1,)), ((0, 1), (3, 0)))),
     "vector": ((40,), (40, 9), (((0,), (0,)), ((), ()))),
     "outer": ((5,), (7,), (((), ()), ((), ()))),
 }
 
 
-DTYPES = itertools.cycle([jnp.float32, jnp.bfloat16, jnp.float16])
-# Orders and batches; the others are simpler.
-FAST = "descending_contraction", "two_batch_dims"
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        pytest.param(*case, marks=[pytest.mark.exhaustive] * (case[0] not in FAST))
-        for case in zip(DIMENSIONS, DTYPES, strict=False)
-    ],
+    rows_with_first_fast(
+        zip(
+            DIMENSIONS,
+            itertools.cycle([jnp.bfloat16, jnp.float16, jnp.float32]),
+            strict=False,
+        ),
+        2,
+    ),
 )
 def test_any_dimension_numbers(name, dtype):
     """Shapes, dtypes and values match lax.dot_general, gradients included."""
@@ -116,41 +114,36 @@ def test_any_dimension_numbers(name, dtype):
         assert oracle.relative(got, want) < 0.03
 
 
-@pytest.mark.exhaustive
-@settings(max_examples=4, deadline=None)
-@given(st.tuples(*[st.integers(1, 260)] * 3), st.integers(0, 2**31))
-def test_any_sizes(sizes, seed):
-    m, k, n = sizes
-    x, w = heavy((m, k), seed), heavy((k, n), seed + 1)
-    y, stats = jax.jit(lambda x, w: dot_general(x, w, MATMUL, theta=5.0))(x, w)
-    exact = oracle.quantize_fallback(x, 5.0, (128, 128))[2]
-    exact = exact @ oracle.quantize(w, (128, 128))[2]
-    assert oracle.relative(y, exact) <= 1e-5
-    assert stats.metric.shape == (1, -(-m // 128), -(-k // 128))
-
-
 @pytest.mark.parametrize(
-    ("recipe", "sizes"),
+    ("name", "sizes"),
     rows_with_first_fast(
         itertools.product(
-            [recipes.fallback_rowwise_bwd, recipes.fallback],
+            [
+                *("fallback_rowwise_bwd", "fallback", "switchback_m"),
+                *("per_tensor", "aqt_int8_local"),
+            ],
             [(4, 0, 4), (0, 4, 4), (4, 4, 0)],
         )
     ),
 )
-def test_empty_operands(recipe, sizes):
+def test_empty_operands(name, sizes):
     m, k, n = sizes
-    y, dx, dw = product(
-        jnp.zeros((m, k)), jnp.zeros((k, n)), jnp.zeros((m, n)), recipe=recipe
-    )
-    np.testing.assert_array_equal(y, np.zeros((m, n)))
+    x, w, dy = jnp.zeros((m, k)), jnp.zeros((k, n)), jnp.zeros((m, n))
+    y, dx, dw = product(x, w, dy, recipe=recipes.NAMED[name])
+    np.testing.assert_array_equal(y, dy)
     assert (dx.shape, dw.shape) == ((m, k), (k, n))
 
 
-def test_preferred_element_type_and_mixed_operands():
+@pytest.mark.parametrize(
+    "name", ["fallback", "switchback", "switchback_m", "aqt_int8_local"]
+)
+def test_dtypes(name):
+    """Operands of different dtypes behave as in JAX's dot_general."""
+
     def gradients(x, w):
-        dot = functools.partial(dot_general, preferred_element_type=jnp.float16)
-        out, vjp = jax.vjp(lambda x, w: dot(x, w, MATMUL)[0], x, w)
+        options = {"recipe": recipes.NAMED[name], "preferred_element_type": jnp.float16}
+        dot = functools.partial(dot_general, dimension_numbers=MATMUL, **options)
+        out, vjp = jax.vjp(lambda x, w: dot(x, w)[0], x, w)
         return out, *vjp(out)
 
     x, w = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 2), jnp.float32)
@@ -158,20 +151,9 @@ def test_preferred_element_type_and_mixed_operands():
     assert (out.dtype, dx.dtype, dw.dtype) == (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-def gradients_of_keys(recipe, x, w, dy):
-    """The gradients by 512 keys, float64."""
-
-    def gradients(key):
-        dot = functools.partial(dot_general, recipe=recipe, key=key)
-        return jax.vjp(lambda x, w: dot(x, w, MATMUL)[0], x, w)[1](dy)
-
-    keys = jax.random.split(jax.random.key(0), 512)
-    grads = jax.jit(lambda keys: lax.map(gradients, keys))(keys)
-    return [np.asarray(samples, np.float64) for samples in grads]
-
-
 def assert_unbiased(samples, exact):
     """The mean over n samples approaches the exact gradient as 1/sqrt(n)."""
+    samples = np.asarray(samples, np.float64)
     one = np.mean([oracle.relative(sample, exact) for sample in samples[:64]])
     for n in (16, 128, 512):
         mean = oracle.relative(samples[:n].mean(0), exact)
@@ -180,24 +162,20 @@ def assert_unbiased(samples, exact):
 
 def test_gradients_are_unbiased():
     x, w, dy = heavy((48, 40), 0), heavy((40, 32), 1), heavy((48, 32), 2)
-    dx, dw = gradients_of_keys(recipes.fallback, x, w, dy)
+    keys = jax.random.split(jax.random.key(0), 512)
+    gradients = jax.jit(lambda key: product(x, w, dy, key=key)[1:])
+    dx, dw = jax.jit(lambda keys: lax.map(gradients, keys))(keys)
     assert_unbiased(dx, np.float64(dy) @ oracle.quantize(w, (128, 128))[2].T)
     assert_unbiased(dw, np.float64(x).T @ np.float64(dy))
 
 
 def test_x_and_dy_draw_uncorrelated_noise_and_keys_change_it():
-    x = heavy((128, 128))
-    identity = jnp.eye(128)
+    x, identity = heavy((128, 128)), jnp.eye(128)
 
-    @jax.jit
     def errors(key):
         """The rounding errors of dY (through dX) and of X (through dW)."""
-        _, vjp = jax.vjp(
-            lambda a, b: dot_general(a, b, MATMUL, key=key)[0], x, identity
-        )
-        dx, _ = vjp(x)
-        _, vjp = jax.vjp(lambda a, b: dot_general(a, b, MATMUL, key=key)[0], x, x)
-        _, dw = vjp(identity)
+        dx = product(x, identity, x, key=key)[1]
+        dw = product(x, x, identity, key=key)[2]
         return dx - x, dw.T - x
 
     dy_error, x_error = errors(jax.random.key(0))
@@ -209,32 +187,13 @@ def test_x_and_dy_draw_uncorrelated_noise_and_keys_change_it():
 
 
 @pytest.mark.exhaustive
-def test_vmap_draws_noise_of_its_own_for_each_example():
+@pytest.mark.parametrize("name", ["fallback", "aqt_int8_local"])
+def test_vmap_draws_noise_of_its_own_for_each_example(name):
     x, dy = (jnp.broadcast_to(heavy((32, 32), i), (3, 32, 32)) for i in (0, 2))
-    w = heavy((32, 32), 1)
-    seeds = jnp.arange(3, dtype=jnp.uint32)
-
-    @jax.jit
-    def run(x, dy):
-        def forward(x):
-            return dot_general(x, w, MATMUL, theta=5.0)[0]
-
-        def grad_w(recipe, x, dy):
-            return product(x, w, dy, recipe=recipe)[2]
-
-        grads = [
-            jax.vmap(functools.partial(grad_w, recipe))(x, dy)
-            for recipe in (recipes.fallback, recipes.aqt_int8_local)
-        ]
-        return jax.vmap(forward)(x), forward(x[0]), grads
-
-    y, alone, grads = run(x, dy)
-    np.testing.assert_array_equal(y[0], y[1])
-    np.testing.assert_array_equal(y[2], alone)
-    for per_example in grads:
-        assert np.any(per_example[0] != per_example[1])
-    noise = jax.vmap(lambda seed: rounding.noise(seed, 8, 8))(seeds)
-    assert np.unique(np.asarray(noise)).size > 180
+    run = functools.partial(product, recipe=recipes.NAMED[name])
+    y, _, dw = jax.vmap(run, (0, None, 0))(x, heavy((32, 32), 1), dy)
+    np.testing.assert_array_equal(y[1:], y[:-1])
+    assert len(np.unique(dw, axis=0)) == 3
 
 
 @pytest.mark.parametrize("name", with_first_fast(recipes.NAMED))
@@ -283,65 +242,45 @@ def test_zeros_give_exact_zeros():
     assert not np.any(product(x, w, jnp.zeros_like(dy))[1])
 
 
-def test_nearest_rounding_backward():
-    """With nearest rounding throughout, dW reads the forward codes of X."""
-    recipe = Recipe(dlhs=Gemm(), drhs=Gemm())
-    x, w, dy = heavy((64, 64)), heavy((64, 64), 1), heavy((64, 64), 2)
-    _, _, dw = product(x, w, dy, recipe=recipe)
-    exact = oracle.quantize(x, (128, 128))[2].T @ oracle.quantize(dy, (128, 128))[2]
-    assert oracle.relative(dw, exact) <= 1e-5
-
-
-def test_what_is_saved_is_int8():
-    """The backward pass reads codes and scales of X and W, not their values."""
-    x, w = heavy((512, 256)), heavy((256, 384), 1)
-    dot = functools.partial(dot_general, dimension_numbers=MATMUL)
-    vjp = jax.eval_shape(lambda x, w: jax.vjp(lambda *a: dot(*a)[0], x, w)[1], x, w)
-    saved = [leaf for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "dtype")]
-    codes = {leaf.shape for leaf in saved if leaf.dtype == jnp.int8}
-    assert codes == {(1, 256, 512), (1, 256, 384)}  # X transposed, as dW reads it
-    floats = sum(leaf.size for leaf in saved if leaf.dtype != jnp.int8)
-    assert floats < 64
-
-
-def test_second_derivatives_are_refused():
-    x, w = jnp.ones((4, 4)), jnp.ones((4, 4))
-
-    def loss(x):
-        return jnp.sum(dot_general(x, w, MATMUL)[0] ** 2)
-
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: dot_general(x, x.T, MATMUL)[0],
+        lambda x: llm_int8_dot(x, x.T, MATMUL),
+        lambda x: Fp8Dot(scaling="current")(x, x.T, MATMUL),
+        nonlinear.gelu,
+        lambda x: nonlinear.silu_gate(x, x),
+        lambda x: nonlinear.rms_norm(x, jnp.ones(4)),
+        lambda x: nonlinear.layer_norm(x, jnp.ones(4), jnp.ones(4)),
+    ],
+)
+def test_second_derivatives_are_refused(function):
+    first = jax.grad(lambda x: jnp.sum(function(x) ** 2))
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(x)
+        jax.eval_shape(jax.grad(lambda x: jnp.sum(first(x))), jnp.ones((4, 4)))
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("options", "error", "message"),
     [
-        (lambda x: dot_general(x, x[:3], MATMUL), TypeError, "contracting dimensions"),
-        (lambda x: dot_general(x, x[0, 0], MATMUL), TypeError, "dimension"),
+        ({"rhs": jnp.ones((3, 4))}, TypeError, "contracting dimensions"),
+        ({"rhs": jnp.float32(1)}, TypeError, "dimension"),
         (
-            lambda x: dot_general(x.astype(int), x, MATMUL),
+            {"lhs": jnp.ones((4, 4), int)},
             TypeError,
             "lhs is int32; a quantized dot takes bfloat16, float16, float32",
         ),
-        (lambda x: dot_general(x, x > 0, MATMUL), TypeError, "rhs is bool"),
-        (
-            lambda x: dot_general(x, x, MATMUL, None, jnp.int32),
-            TypeError,
-            "preferred_element_type is int32",
-        ),
-        (lambda x: dot_general(x, x, MATMUL, theta=-1.0), ValueError, "at least 0"),
-        (lambda x: dot_general(x, x, MATMUL, theta=np.nan), ValueError, "at least 0"),
-        (
-            lambda x: dot_general(x, x, MATMUL, lax.Precision.HIGHEST),
-            ValueError,
-            "the recipe sets the precision",
-        ),
+        ({"rhs": jnp.ones((4, 4), bool)}, TypeError, "rhs is bool"),
+        ({"preferred_element_type": jnp.int32}, TypeError, "element_type is int32"),
+        ({"theta": -1.0}, ValueError, "at least 0"),
+        ({"theta": np.nan}, ValueError, "at least 0"),
+        ({"precision": "highest"}, ValueError, "the recipe sets the precision"),
     ],
 )
-def test_bad_input_is_named(call, error, message):
+def test_bad_input_is_named(options, error, message):
+    arguments = {"lhs": jnp.ones((4, 4)), "rhs": jnp.ones((4, 4)), **options}
     with pytest.raises(error, match=message):
-        call(jnp.ones((4, 4)))
+        dot_general(**arguments, dimension_numbers=MATMUL)
 
 
 @pytest.mark.parametrize(

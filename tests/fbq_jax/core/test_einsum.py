@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import fbq_jax
 from fbq_jax import (
     Einsum,
+    FallbackConv,
     FallbackDot,
     FallbackEinsum,
     Recipe,
@@ -22,13 +21,14 @@ from fbq_jax import (
     fallback_einsum,
     fallback_stats,
 )
-from fbq_jax.nnx import quantize
 from fbq_jax.sharding import layer_names
 from tests import oracle
 from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
 SMALL = Recipe(block=32)
+MATMUL = (((1,), (0,)), ((), ()))
+ONE = jnp.ones((1, 1))
 FLOAT_EINSUM = FallbackEinsum(jax.lax.dot_general)
 
 CASES = {
@@ -44,6 +44,11 @@ CASES = {
     "...ab,...bc": ((2, 5, 6), (2, 6, 4)),
     "a,a->": ((6,), (6,)),
     "...,...c->c": ((2, 3), (2, 3, 4)),
+    # A label of one operand is summed first.
+    "abc,cd->bd": ((3, 8, 6), (6, 4)),
+    "abc,cde->d": ((3, 8, 6), (6, 4, 5)),
+    "bc,ecd->db": ((8, 6), (5, 6, 4)),
+    "bc,cd->d": ((8, 6), (6, 4)),
 }
 
 
@@ -54,7 +59,7 @@ def test_subscripts_mean_what_they_do_for_jax(subscripts):
     got = FLOAT_EINSUM(subscripts, lhs, rhs)
     exact = jnp.einsum(subscripts, lhs, rhs)
     assert got.shape == exact.shape
-    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-3)
 
 
 def test_values_and_gradients_are_those_of_the_dot():
@@ -118,78 +123,58 @@ def test_out_sharding_is_that_of_the_output():
 
 
 @pytest.mark.parametrize(
-    "subscripts", ["abc,cd->bd", "abc,cde->d", "bc,ecd->db", "bc,cd->d"]
+    ("subscripts", "ndims", "message"),
+    [
+        ("ab,bc,cd->ad", (2, 2), "takes two operands, not 3"),
+        ("ab->ba", (2, 2), "takes two operands, not 1"),
+        ("ab->ba", (2,), "takes a string of subscripts and two operands"),
+        (jnp.ones((2, 2)), (2, 2), "takes a string of subscripts and two operands"),
+        ("aab,bc->ac", (3, 2), "'aab' has a label twice, .* no diagonal"),
+        ("...b,bc->c", (2, 2), "the output lacks '...', which a dimension of '...'"),
+        ("ab,bc->ad", (2, 2), "output 'ad' takes labels of the operands"),
+        ("ab,bc->aca", (2, 2), "output 'aca' takes labels of the operands, once each"),
+        ("a1,1c->ac", (2, 2), "labels are letters"),
+        ("ab,bc->ac", (3, 2), "'ab' does not fit an operand of 3 dimensions"),
+        ("...ab,bc->ac", (1, 2), "'...ab' does not fit an operand of 1 dimensions"),
+        ("ab,c->abc", (2, 1), "sums over nothing"),
+        ("ab,bc->ac", (2, 2), "label 'b' has size 2 in one and 3 in the other"),
+        ("...b,...bc->...c", (2, 3), "a dimension of '...' has size 2 in one and 3"),
+    ],
 )
-def test_a_label_of_one_operand_is_summed_first(subscripts):
-    first, second = subscripts.partition("->")[0].split(",")
-    sizes = dict(zip("abcde", (3, 8, 6, 4, 5), strict=True))
-    shapes = ([sizes[label] for label in term] for term in (first, second))
-    lhs, rhs = (heavy(tuple(shape), i) for i, shape in enumerate(shapes))
-    got = FLOAT_EINSUM(subscripts, lhs, rhs)
-    np.testing.assert_allclose(got, jnp.einsum(subscripts, lhs, rhs), 1e-4, 1e-4)
-
-
-def test_operands_that_are_no_arrays_are_named():
-    with pytest.raises(TypeError, match="lhs is a list; a quantized dot takes arrays"):
-        fallback_einsum("ab,bc->ac", [[1.0]], jnp.ones((1, 1)))
-    dims = (((1,), (0,)), ((), ()))
-    with pytest.raises(TypeError, match="rhs is a list; a quantized dot takes arrays"):
-        dot_general(jnp.ones((1, 1)), [[1.0]], dims)
-
-
-ERRORS = [
-    ("ab,bc,cd->ad", (2, 2), "takes two operands, not 3"),
-    ("ab->ba", (2, 2), "takes two operands, not 1"),
-    ("aab,bc->ac", (3, 2), "'aab' has a label twice, .* no diagonal"),
-    ("...b,bc->c", (2, 2), "the output lacks '...', which a dimension of '...'"),
-    ("ab,bc->ad", (2, 2), "output 'ad' takes labels of the operands"),
-    ("ab,bc->aca", (2, 2), "output 'aca' takes labels of the operands, once each"),
-    ("a1,1c->ac", (2, 2), "labels are letters"),
-    ("ab,bc->ac", (3, 2), "'ab' does not fit an operand of 3 dimensions"),
-    ("...ab,bc->ac", (1, 2), "'...ab' does not fit an operand of 1 dimensions"),
-    ("ab,c->abc", (2, 1), "sums over nothing"),
-    ("ab,bc->ac", (2, 2), "label 'b' has size 2 in one and 3 in the other"),
-    ("...b,...bc->...c", (2, 3), "a dimension of '...' has size 2 in one and 3"),
-]
-
-
-@pytest.mark.parametrize(("subscripts", "ndims", "message"), ERRORS)
 def test_an_einsum_that_is_not_a_product_is_named(subscripts, ndims, message):
-    lhs, rhs = (
-        jnp.ones((size,) * ndim) for size, ndim in zip((2, 3), ndims, strict=True)
-    )
+    sizes = zip((2, 3), ndims, strict=False)
+    operands = [jnp.ones((size,) * ndim) for size, ndim in sizes]
     with pytest.raises(ValueError, match=f"einsum .*{message}"):
-        fallback_einsum(subscripts, lhs, rhs)
+        fallback_einsum(subscripts, *operands)
 
 
-def test_another_number_of_operands_is_named():
-    with pytest.raises(ValueError, match="a string of subscripts and two operands"):
-        fallback_einsum("ab->ba", jnp.ones((2, 2)))
-    with pytest.raises(ValueError, match="a string of subscripts and two operands"):
-        fallback_einsum(jnp.ones((2, 2)), [0, 1], [1, 0])
-
-
-def test_a_recipe_is_not_a_dot_general():
-    with pytest.raises(TypeError, match="FallbackEinsum takes a dot_general, such as "):
-        FallbackEinsum(Recipe())
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FallbackEinsum(Recipe()), "FallbackEinsum takes a dot_general, such "),
+        (lambda: FallbackConv(Recipe()), "FallbackConv takes a dot_general, such as "),
+        (
+            lambda: fallback_einsum("ab,bc->ac", [[1.0]], ONE),
+            "lhs is a list; .* arrays",
+        ),
+        (lambda: dot_general(ONE, [[1.0]], MATMUL), "rhs is a list; .* takes arrays"),
+    ],
+)
+def test_what_is_no_dot_general_and_no_array_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 def test_linen_layer_matches_flax_and_has_state():
     x = jax.random.normal(jax.random.key(1), (2, 20, 32))
-    options = {
-        "shape": (32, 2, 24),
-        "dtype": jnp.bfloat16,
-        "bias_init": nn.initializers.normal(),
-    }
+    options = {"dtype": jnp.bfloat16, "bias_init": nn.initializers.normal()}
+    args = (32, 2, 24), "btd,dhk->bhtk"
     op = FallbackEinsum(FallbackDot(SMALL))
-    layer = Einsum(einsum_str="btd,dhk->bhtk", einsum_op=op, **options)
-    plain = nn.Einsum(einsum_str="btd,dhk->bhtk", **options)
-    variables = jax.jit(layer.init)(jax.random.key(0), x)
-    floats = jax.jit(plain.init)(jax.random.key(0), x)
+    layer, plain = Einsum(*args, einsum_op=op, **options), nn.Einsum(*args, **options)
+    variables, floats = (jax.jit(m.init)(jax.random.key(0), x) for m in (layer, plain))
     jax.tree.map(np.testing.assert_array_equal, variables["params"], floats["params"])
-    y, updates = jax.jit(functools.partial(layer.apply, mutable=["fallback"]))(
-        variables, x
-    )
+    train = jax.jit(functools.partial(layer.apply, mutable=["fallback"]))
+    y, updates = train(variables, x)
     exact = plain.apply(floats, x)
     assert y.dtype == exact.dtype
     assert oracle.relative(y, exact) < 0.02
@@ -210,33 +195,3 @@ def test_rules_reach_einsum_layers():
 
     report = dot.report(Model(), jax.random.key(0), jnp.ones((4, 8)))
     assert (report.layers, report.unmatched_layers) == ({"0": "0", "1": "1"}, ("2",))
-
-
-class Experts(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.up = nnx.Einsum("ebd,edf->ebf", (2, 32, 24), (2, 24), rngs=rngs)
-        self.down = nnx.Einsum("ebf,efd->ebd", (2, 24, 32), rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(self.up(x))
-
-
-@pytest.mark.exhaustive
-def test_nnx_layers_keep_their_state():
-    x = jax.random.normal(jax.random.key(1), (2, 40, 32))
-    model, floats = Experts(), Experts()
-    report = quantize(model, {".*": SMALL}, rngs=nnx.Rngs(1))
-    assert report.layers == {"down": ".*", "up": ".*"}
-
-    y = nnx.jit(lambda model, x: model(x))(model, x)
-    stats = fbq_jax.nnx.fallback_stats(model)
-    assert {path: int(s.count) for path, s in stats.items()} == {"down": 1, "up": 1}
-    exact = floats(x)
-    assert oracle.relative(y, exact) < 0.03
-
-    model.down.einsum_op = model.up.einsum_op
-    with pytest.raises(ValueError, match="'down' and 'up' share one FallbackEinsum"):
-        fbq_jax.nnx.fallback_stats(model)
-    quantize(model, {".*": None})
-    np.testing.assert_array_equal(model(x), exact)

@@ -10,13 +10,10 @@ from fbq_jax.core.example_seed import example_seed
 
 X = jnp.ones((3, 4, 2))
 SEED = jnp.uint32(7)
+each_wrap = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 
 
-def wraps():
-    return [lambda f: f, jax.jit, jax.checkpoint]
-
-
-@pytest.mark.parametrize("wrap", wraps())
+@each_wrap
 def test_each_mapped_example_has_a_seed(wrap):
     seed_of = wrap(example_seed)
     assert seed_of(SEED, X) == SEED
@@ -31,7 +28,7 @@ def test_each_mapped_example_has_a_seed(wrap):
     np.testing.assert_array_equal(jax.vmap(seed_of)(seeds, X), seeds)
 
 
-@pytest.mark.parametrize("wrap", wraps())
+@each_wrap
 def test_a_known_seed_does_not_depend_on_an_unknown_input(wrap):
     x = jax.ShapeDtypeStruct(X.shape, X.dtype)
     assert lazy_init(wrap(example_seed))(SEED, x) == SEED
@@ -39,7 +36,7 @@ def test_a_known_seed_does_not_depend_on_an_unknown_input(wrap):
     np.testing.assert_array_equal(lazy_init(mapped)(SEED, x), mapped(SEED, X))
 
 
-@pytest.mark.parametrize("wrap", wraps())
+@each_wrap
 def test_an_unknown_seed_stays_unknown(wrap):
     @wrap
     def function(seed, x):
@@ -50,7 +47,7 @@ def test_an_unknown_seed_stays_unknown(wrap):
     np.testing.assert_array_equal(doubled, 2 * X)
 
 
-@pytest.mark.parametrize("wrap", wraps())
+@each_wrap
 def test_it_has_no_gradient(wrap):
     @wrap
     def function(x):

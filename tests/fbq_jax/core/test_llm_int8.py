@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
 
 from fbq_jax import LlmInt8Dot, llm_int8_dot
 from tests import oracle
@@ -106,16 +104,6 @@ def test_a_magnitude_at_the_threshold_is_an_outlier():
         assert (relative(dw[0, 5], expected) <= 1e-6) == is_float
 
 
-def test_in_layers_of_linen_and_nnx():
-    x = operands()[0]
-    w = operands()[1][0]
-    linen = nn.Dense(w.shape[1], use_bias=False, dot_general=llm_int8_dot)
-    y = jax.jit(linen.apply)({"params": {"kernel": w}}, x)
-    assert relative(y, x @ w[None]) < 0.02
-    layer = nnx.Linear(x.shape[-1], 8, dot_general=llm_int8_dot, rngs=nnx.Rngs(0))
-    assert relative(nnx.jit(layer)(x), x @ layer.kernel[...][None]) < 0.02
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_values_stay_visible(bad):
     x, w, dy = operands()
@@ -129,13 +117,6 @@ def test_empty_operands():
     y, dx, dw = product(jnp.ones((1, 0, 8)), jnp.ones((1, 8, 4)), jnp.ones((1, 0, 4)))
     assert (y.shape, dx.shape) == ((1, 0, 4), (1, 0, 8))
     assert not np.any(dw)
-
-
-def test_second_derivatives_are_refused():
-    x, w, _ = operands()
-    first = jax.grad(lambda x: jnp.sum(llm_int8_dot(x, w, CONTRACT) ** 2))
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        jax.grad(lambda x: jnp.sum(first(x)))(x)
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan")])

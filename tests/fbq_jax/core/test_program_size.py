@@ -7,13 +7,14 @@ sooner than the time, and without noise.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from fbq_jax import Gemm, Recipe, dot_general, ragged_dot, recipes
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 USUAL = 256, 256, 256
@@ -42,8 +43,6 @@ RECIPES = {
     "rowwise": recipes.rowwise,
     "fallback_rowwise_bwd": recipes.fallback_rowwise_bwd,
 }
-# Many blocks along an axis, and fewer rows than shards.
-FAST = {"fallback": ("one row",)}
 # M, K, N and the number of groups, most of which are empty if there are more than rows.
 RAGGED = {
     "one row": (1, 64, 64, 1),
@@ -99,12 +98,7 @@ def test_usual_products(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        pytest.param(n, s, marks=[pytest.mark.exhaustive] * (s not in FAST.get(n, ())))
-        for n in RECIPES
-        for s in DEGENERATE
-    ],
+    ("name", "shape"), rows_with_first_fast(itertools.product(RECIPES, DEGENERATE))
 )
 def test_degenerate_products(name, shape):
     recipe = RECIPES[name]

@@ -49,42 +49,22 @@ STORED = Quantized(
 )
 
 
-@dataclasses.dataclass
-class EarlierQTensor:
-    """``Quantized`` as it was: ``exponents`` are of an equalized weight."""
-
-    main: object
-    residual: object
-    exponents: object
-    block: tuple
-
-
-# Its name has as many bytes as that of ``Quantized``, which takes its place.
-jax.tree_util.register_dataclass(
-    EarlierQTensor,
-    data_fields=["main", "residual", "exponents"],
-    meta_fields=["block"],
-)
-export.register_pytree_node_serialization(
-    EarlierQTensor,
-    serialized_name="earlier.QTensor",
-    serialize_auxdata=serialization._dumps,
-    deserialize_auxdata=serialization._loads,
-)
+def registered(data, meta, name):
+    """A class whose serialized name has as many bytes as that of today's class."""
+    kind = dataclasses.make_dataclass(name, data + meta)
+    jax.tree_util.register_dataclass(kind, data_fields=data, meta_fields=meta)
+    export.register_pytree_node_serialization(
+        kind,
+        serialized_name=f"earlier.{name}",
+        serialize_auxdata=serialization._dumps,
+        deserialize_auxdata=serialization._loads,
+    )
+    return kind
 
 
-@dataclasses.dataclass
-class EarlierExponents:
-    rows: object
-
-
-jax.tree_util.register_dataclass(EarlierExponents, data_fields=["rows"], meta_fields=[])
-export.register_pytree_node_serialization(
-    EarlierExponents,
-    serialized_name="earlier.Exponents",
-    serialize_auxdata=serialization._dumps,
-    deserialize_auxdata=serialization._loads,
-)
+# ``Quantized`` as it was: ``exponents`` are of an equalized weight.
+EarlierQTensor = registered(["main", "residual", "exponents"], ["block"], "QTensor")
+EarlierExponents = registered(["rows"], [], "Exponents")
 
 
 def program_of_earlier(q, exponents):

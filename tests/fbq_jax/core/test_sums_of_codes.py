@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from fbq_jax import GatedMLP, Recipe, dot_general, ops, ragged_dot
 from fbq_jax.core import threshold
@@ -13,7 +11,6 @@ from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.core.frozen_weight import quantize_weight
 from fbq_jax.ops.dispatch import Backend
 from tests.kernels.quantize_cases import heavy
-from tests.marks import with_first_fast
 
 MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = Recipe(block=32)
@@ -79,23 +76,6 @@ def test_rhs_of_every_product_has_the_sums_of_its_codes(monkeypatch):
         _, rows, depth = codes.shape
         blocks = codes.reshape(1, rows // 32, 32, depth // 32, 32)
         np.testing.assert_array_equal(rhs.sums, blocks.sum(4).max(2))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("devices", with_first_fast([8, 4]))
-def test_devices_give_what_one_gives(monkeypatch, devices):
-    """On eight devices a block of W is split between two."""
-    monkeypatch.setattr(*READS_SUMS)
-    want = jax.jit(with_gradients(dense))(X, W)
-    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-    x, w = jax.device_put((X, W), NamedSharding(mesh, P("data")))
-    if devices == 8:
-        with pytest.warns(UserWarning, match="scales are all-reduced"):
-            got = jax.jit(with_gradients(dense))(x, w)
-    else:
-        got = jax.jit(with_gradients(dense))(x, w)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
 def test_frozen_weights_are_stored_without_sums(monkeypatch):

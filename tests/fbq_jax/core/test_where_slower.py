@@ -28,7 +28,6 @@ from fbq_jax import (
     freeze,
     fuses,
     nnx,
-    ragged_dot,
     recipes,
 )
 from fbq_jax.kernels.speed_map import SpeedMap
@@ -151,9 +150,7 @@ def test_linen_state_keeps_its_structure_and_counts_on(collection):
         return jnp.sum(y), moved
 
     grads, moved = jax.grad(loss, has_aux=True, allow_int=True)(before)
-    after = {**before, **moved}
-    if collection != "fallback":
-        after |= {collection: grads[collection]}
+    after = {**before, collection: {**grads, **moved}[collection]}
     old, new = (fallback_stats(v, collection) for v in (before, after))
     assert_live(old, new)
     assert (new["(root)"].rate, new["(root)"].theta) == (0.0, -1.0)
@@ -162,44 +159,48 @@ def test_linen_state_keeps_its_structure_and_counts_on(collection):
     quantized.apply(after, x, mutable=[collection])
 
 
+def nnx_layer(recipe):
+    dot = nnx.FallbackDot(recipe)
+    return flax.nnx.Linear(16, 16, dot_general=dot, rngs=flax.nnx.Rngs(0))
+
+
 @stays_in_float
 def test_nnx_state_keeps_its_structure_and_counts_on():
     x, _ = operands(SLOW, jnp.float32)
-    rngs = flax.nnx.Rngs(0)
-    layer = flax.nnx.Linear(16, 16, dot_general=nnx.FallbackDot(FLOAT), rngs=rngs)
-    before = flax.nnx.state(layer)
+    layer = nnx_layer(FLOAT)
+    structure = jax.tree.structure(flax.nnx.state(layer))
     y = flax.nnx.jit(lambda layer, x: layer(x))(layer, x)
     np.testing.assert_allclose(y, x @ layer.kernel[...], rtol=1e-6)
-    after = flax.nnx.state(layer)
-    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert jax.tree.structure(flax.nnx.state(layer)) == structure
     stats = nnx.fallback_stats(layer)["(root)"]
     assert (stats.count, stats.rate, stats.theta) == (1, 0.0, -1.0)
 
 
 @stays_in_float
 def test_stacked_layers_are_looked_up_by_the_shape_of_one():
-    """Under ``vmap``, as a batch of products, and under ``nn.scan``."""
-    x = jnp.stack([operands(SLOW)[0]] * 4)
-    w = jnp.stack([operands(SLOW)[1]] * 4)
+    """Under ``vmap``, and as a batch of products."""
+    x, w = (jnp.stack([x] * 4) for x in operands(SLOW))
     batched = ((2,), (1,)), ((0,), (0,))
     y, stats = dot_general(x, w, batched, recipe=FLOAT)
     same_bits([y], [lax.dot_general(x, w, batched)])
     assert stats.metric.shape == (4, 0, 0)
     mapped = jax.vmap(lambda x, w: dot_general(x, w, MATMUL, recipe=FLOAT)[0])(x, w)
     same_bits([mapped], [y])
-    scan = nn.scan(
-        _Layer, variable_axes={True: 0}, split_rngs={"params": True}, length=3
-    )()
-    variables = scan.init(jax.random.key(0), x[0])
-    _, moved = scan.apply(variables, x[0], mutable=["fallback"])
-    (layer,) = fallback_stats(moved).values()
-    assert layer.count.tolist() == [1, 1, 1]
 
 
-class _Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return dense(dot_general=FallbackDot(FLOAT))(x), None
+@stays_in_float
+def test_layers_inside_a_scan_stay_in_float_and_count_on():
+    def stack(layer, x):
+        options = {"split_rngs": {"params": True}, "length": 3}
+        axes = {"params": 0, "fallback": 0}
+        return nn.scan(lambda m, x: (m(x), None), axes, **options)(layer, x)[0]
+
+    layer, (x, _) = dense(dot_general=FallbackDot(FLOAT)), operands(SLOW)
+    variables = nn.init(stack, layer)(jax.random.key(0), x)
+    y, moved = nn.apply(stack, layer, mutable=["fallback"])(variables, x)
+    same_bits([y], [nn.apply(stack, dense())({"params": variables["params"]}, x)])
+    (stats,) = fallback_stats(moved).values()
+    assert stats.count.tolist() == [1, 1, 1]
 
 
 def test_einsums_convolutions_and_rules_are_left_in_float_too(recwarn):
@@ -223,33 +224,6 @@ def test_einsums_convolutions_and_rules_are_left_in_float_too(recwarn):
     assert len(recwarn) == 2
 
 
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        (
-            lambda x, w: ragged_dot(x, w[None], jnp.array([3]), recipe=FLOAT),
-            "a ragged dot takes a recipe with where_slower='quantize'",
-        ),
-        (
-            lambda x, _: GatedMLP(8, dot_general=FallbackDot(FLOAT)).init(
-                jax.random.key(0), x
-            ),
-            "a fused layer takes .* and where_slower='quantize'",
-        ),
-    ],
-)
-def test_what_always_quantizes_refuses_the_option(refused, message):
-    with pytest.raises(ValueError, match=message):
-        refused(*operands(SLOW))
-    assert fuses(recipes.fallback)
-    assert not fuses(FLOAT)
-
-
-def test_fuses_takes_a_recipe_itself():
-    with pytest.raises(TypeError, match=r"fuses takes a Recipe.*got 'fallback'"):
-        fuses("fallback")
-
-
 @stays_in_float
 def test_frozen_layers_refuse_the_option():
     x, _ = operands(SLOW)
@@ -261,10 +235,19 @@ def test_frozen_layers_refuse_the_option():
     quantizing = dense(dot_general=FallbackDot(recipes.block))
     frozen = freeze(quantizing, variables, x)
     same_bits([quantizing.apply(frozen, x)], [quantizing.apply(variables, x)])
-    rngs = flax.nnx.Rngs(0)
-    layer = flax.nnx.Linear(16, 16, dot_general=nnx.FallbackDot(BLOCK), rngs=rngs)
     with pytest.raises(ValueError, match=message):
-        nnx.freeze(layer, x)
+        nnx.freeze(nnx_layer(BLOCK), x)
+
+
+def test_fused_layers_refuse_the_option():
+    with pytest.raises(ValueError, match=r"takes .* and where_slower='quantize'"):
+        GatedMLP(8, dot_general=FallbackDot(FLOAT)).init(
+            jax.random.key(0), operands(SLOW)[0]
+        )
+    assert fuses(recipes.fallback)
+    assert not fuses(FLOAT)
+    with pytest.raises(TypeError, match=r"fuses takes a Recipe.*got 'fallback'"):
+        fuses("fallback")
 
 
 @stays_in_float
@@ -280,20 +263,16 @@ def test_frozen_layers_refuse_the_option():
 def test_sharded_layers_count_by_device_unless_axes_are_automatic(
     axis_type, is_manual, is_quantized
 ):
-    x, w = operands(FAST)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
 
-    def blocks(x, w):
-        """The number of blocks of a product, none if it is in float."""
-        _, stats = dot_general(x, w, MATMUL, recipe=FLOAT)
-        return jnp.int32(stats.metric.size)
+    def product(x, w):
+        return dot_general(x, w, MATMUL, recipe=FLOAT)[0]
 
     if is_manual:
-        blocks = jax.shard_map(
-            blocks, mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), check_vma=False
-        )
+        specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+        product = jax.shard_map(product, mesh=mesh, check_vma=False, **specs)
     with jax.set_mesh(mesh):
-        x = jax.device_put(x, NamedSharding(mesh, P("data")))
-        w = jax.device_put(w, NamedSharding(mesh, P()))
-        text = jax.jit(blocks).trace(x, w).jaxpr
-    assert ("custom_vjp" in str(text)) == is_quantized
+        shardings = [NamedSharding(mesh, spec) for spec in (P("data"), P())]
+        arrays = map(jax.device_put, operands(FAST), shardings)
+        text = str(jax.jit(product).trace(*arrays).jaxpr)
+    assert ("custom_vjp" in text) == is_quantized

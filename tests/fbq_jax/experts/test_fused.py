@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fbq_jax
-from fbq_jax import FallbackDot, MoEMLP, Routing, RulesDot, recipes
+from fbq_jax import FallbackDot, MoEMLP, Routing, recipes
 from fbq_jax.experts import mlp
 from fbq_jax.kernels.layer_sources import Gate, GateGrad
 from fbq_jax.ops.op import LocalOp
@@ -59,10 +58,6 @@ def trainer(layer):
         return step(state.pop("params"), X, state)
 
     return run
-
-
-def train(layer, variables):
-    return trainer(layer)(variables)
 
 
 @pytest.mark.parametrize(
@@ -135,47 +130,11 @@ def test_the_hidden_activation_is_quantized_by_fused_ops(monkeypatch, bits):
 def test_a_gate_of_two_bytes_is_rounded_once(unfused):
     layer = dataclasses.replace(LAYER, dtype=jnp.bfloat16)
     variables = variables_of(layer)
-    (got, _), (y, _) = train(layer, variables)
-    (want, _), (unfused_y, _) = unfused(train, layer, variables)
+    (got, _), (y, _) = trainer(layer)(variables)
+    (want, _), (unfused_y, _) = unfused(trainer(layer), variables)
     assert np.any(y != unfused_y)
     assert oracle.relative(y, unfused_y) < 0.01
     assert max(jax.tree.leaves(jax.tree.map(oracle.relative, got, want))) < 0.02
-
-
-@pytest.mark.exhaustive  # linen/test_moe.py has a fast one
-@pytest.mark.parametrize(
-    ("rules", "quantized"),
-    rows_with_first_fast(
-        [
-            ({"gate_up": FALLBACK, "down": BLOCK}, ["down", "gate_up"]),
-            ({"gate_up": FALLBACK}, ["gate_up"]),
-            ({"down": FALLBACK}, ["down"]),
-        ]
-    ),
-)
-def test_projections_with_different_recipes(rules, quantized):
-    layer = dataclasses.replace(LAYER, dot_general=RulesDot(rules))
-    variables = variables_of(layer)
-    (got, dx), (y, updates) = train(layer, variables)
-    assert sorted(updates["fallback"]) == quantized
-    in_float = dataclasses.replace(LAYER, dot_general=None)
-    variables = {"params": variables["params"]}
-    (want, float_dx), (float_y, _) = train(in_float, variables)
-    assert oracle.relative(y, float_y) < 0.05
-    errors = jax.tree.map(oracle.relative, (got, dx), (want, float_dx))
-    assert max(jax.tree.leaves(errors)) < 0.4  # the noise of outliers in blocks
-
-
-@pytest.mark.exhaustive  # linen/test_moe.py has a fast one
-@pytest.mark.parametrize("dtype", [jnp.bfloat16])
-def test_frozen_experts_have_the_bits_of_evaluation(dtype):
-    layer = dataclasses.replace(LAYER, dtype=dtype)
-    variables = variables_of(layer)
-    _, (_, updates) = train(layer, variables)
-    variables = {"params": variables["params"], "fallback": updates["fallback"]}
-    frozen = fbq_jax.freeze(layer, variables, X)
-    apply = jax.jit(layer.apply)
-    np.testing.assert_array_equal(apply(frozen, X), apply(variables, X))
 
 
 def test_methods_that_capture_outputs():

@@ -4,7 +4,6 @@ import dataclasses
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -33,13 +32,6 @@ def test_the_library_imports_it():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_only_variables_of_linen_have_weights():
-    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    for given in (model, nnx.state(model)):
-        with pytest.raises(TypeError, match=r"of a Linen model, .*; got (Lin|State)"):
-            frozen_weights(given)
-
-
 def weight(codes, scales, group=32):
     return BlockWeight(np.asarray(codes, np.int8), np.asarray(scales, "f4"), group)
 
@@ -59,19 +51,97 @@ def test_codes_times_scales_are_the_weight_within_half_a_step():
     np.testing.assert_array_equal(codes, exact.main.codes[0])
 
 
-def test_layers_with_fp8_codes_are_named():
-    _, served = frozen(recipes.fp8_row_block)
-    match = "kernel has codes in float8_e4m3fn, .*: train with .* such as row_block"
-    with pytest.raises(ExportError, match=match):
-        frozen_weights(served)
+def test_frozen_layers_under_scan_have_a_stack_of_weights():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dot = FallbackDot(Recipe(block=32))
+            return nn.Dense(64, use_bias=False, dot_general=dot)(x), None
+
+    axes = {"params": 0, "fallback": 0}
+    stack = nn.scan(Layer, axes, split_rngs={"params": True}, length=3)()
+    (codes,) = frozen_weights(fbq_jax.freeze(stack, as_trained(stack, X), X)).values()
+    assert codes.codes.shape == (3, 64, 64)
+    assert codes.scales.shape == (3, 64, 2)
 
 
-def test_layers_without_codes_in_blocks_are_named():
-    variables, served = frozen(recipes.rowwise)
-    with pytest.raises(ExportError, match="kernel has no scales per block: train with"):
-        frozen_weights(served)
-    with pytest.raises(ExportError, match="no frozen layer: pass those of freeze"):
-        frozen_weights(variables)
+NNX_MODEL = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            lambda: frozen(recipes.rowwise)[1],
+            ExportError,
+            "kernel has no scales per bl",
+        ),
+        (
+            lambda: frozen(recipes.rowwise)[0],
+            ExportError,
+            "no frozen layer: pass those ",
+        ),
+        (
+            lambda: frozen(recipes.fp8_row_block)[1],
+            ExportError,
+            "kernel has codes in float8_e4m3fn, .*: train with .* such as row_block",
+        ),
+        (lambda: NNX_MODEL, TypeError, "of a Linen model, .*; got Linear"),
+        (lambda: nnx.state(NNX_MODEL), TypeError, "of a Linen model, .*; got State"),
+    ],
+)
+def test_variables_without_weights_are_named(given, error, message):
+    with pytest.raises(error, match=message):
+        frozen_weights(given())
+
+
+EVERY = tuple(FORMATS)
+WHOLE = "blockwise_int8", "compressed-tensors"
+GOOD = weight(np.zeros((32, 64)), np.zeros((32, 2)))
+STACK = BlockWeight(np.ones((4, 256, 128), np.int8), np.ones((4, 256, 1), "f4"), 128)
+
+
+def small(*codes_shape, scales=None):
+    """A weight of zeros."""
+    if scales is None:
+        scales = np.zeros((codes_shape[0], -(-codes_shape[1] // 32)))
+    return weight(np.zeros(codes_shape), scales)
+
+
+NOT_WHOLE, OTHER_NAME = {"a.weight": small(32, 40)}, {"up/kernel": GOOD}
+MIXED = {
+    "a.weight": GOOD,
+    "b.weight": weight(np.zeros((32, 64)), np.zeros((32, 1)), 64),
+}
+OF_ROWS = {"a.weight": small(32, 32, scales=np.arange(32)[:, None])}
+TINY, HUGE = ({"a.weight": weight(np.ones((1, 32)), [[s]])} for s in (2e-8, 1e5))
+NAN, INF = ({"a.weight": small(1, 32, scales=[[x]])} for x in (np.nan, np.inf))
+FLOATS = {"a.weight": np.ones((32, 32), np.float32)}
+NOT_FINITE = r"'a.weight' has .* not finite: .* NaN or an"
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        (WHOLE, NOT_WHOLE, "multiples of 32; a.weight has"),
+        (WHOLE, MIXED, r"one size of blocks for all layers, got \[32, 64\]"),
+        (WHOLE, OTHER_NAME, "'<module>.weight'; got 'up/kernel'"),
+        (["compressed-tensors"], TINY, r"a.weight has scales that float16 cannot"),
+        (["compressed-tensors"], HUGE, r"a.weight has scales that float16 cannot"),
+        (["blockwise_int8"], OF_ROWS, r"at least 16 outputs; a.weight cannot be"),
+        (["gguf"], {"a": small(2, 40)}, "multiples of 32, .* a has 40 in"),
+        (["gguf"], {"a": small(2, 32, scales=[[1], [7e4]])}, "65504; a has 70000"),
+        (EVERY, FLOATS, r"takes the BlockWeights .* 'a.weight'"),
+        (EVERY, NAN, NOT_FINITE),
+        (EVERY, INF, NOT_FINITE),
+        (EVERY, {"a.weight": STACK}, r"'a.weight' is a stack \[4, 256, 128\]"),
+    ],
+)
+def test_weights_that_formats_cannot_hold_are_named(names, weights, message):
+    dtype = np.dtype(np.float16) if "float16" in message else BFLOAT16
+    for name in names:
+        with pytest.raises(ExportError, match=message):
+            FORMATS[name](weights, dtype)
 
 
 def test_blockwise_int8_takes_the_largest_rows_that_all_weights_have():
@@ -114,45 +184,6 @@ def test_compressed_tensors_packs_four_codes_in_a_word():
     assert (group["num_bits"], group["group_size"]) == (8, 32)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (
-            {"a.weight": weight(np.zeros((32, 40)), np.zeros((32, 2)))},
-            "multiples of 32; a.weight has",
-        ),
-        (
-            {
-                "a.weight": weight(np.zeros((32, 64)), np.zeros((32, 2))),
-                "b.weight": weight(np.zeros((32, 64)), np.zeros((32, 1)), 64),
-            },
-            r"one size of blocks for all layers, got \[32, 64\]",
-        ),
-        (
-            {"up/kernel": weight(np.zeros((32, 32)), np.zeros((32, 1)))},
-            "'<module>.weight'; got 'up/kernel'",
-        ),
-    ],
-)
-@pytest.mark.parametrize("name", ["blockwise_int8", "compressed-tensors"])
-def test_weights_that_a_format_cannot_hold_are_named(name, weights, message):
-    with pytest.raises(ExportError, match=message):
-        FORMATS[name](weights, BFLOAT16)
-
-
-@pytest.mark.parametrize("scale", [2e-8, 1e5])
-def test_scales_that_a_dtype_cannot_hold_are_named(scale):
-    weights = {"a.weight": weight(np.ones((1, 32)), [[scale]])}
-    with pytest.raises(ExportError, match=r"a.weight has scales that float16 cannot"):
-        FORMATS["compressed-tensors"](weights, np.dtype(np.float16))
-
-
-def test_rows_that_share_no_scales_are_named():
-    rows = weight(np.zeros((32, 32)), np.arange(32)[:, None])
-    with pytest.raises(ExportError, match=r"at least 16 outputs; a.weight cannot be"):
-        FORMATS["blockwise_int8"]({"a.weight": rows}, BFLOAT16)
-
-
 def q8_0(weight):
     """The scales and codes in the blocks of a weight."""
     (blocks,) = FORMATS["gguf"]({"a.weight": weight}, BFLOAT16)[0].values()
@@ -189,31 +220,6 @@ def test_float16_scales_lose_one_part_in_2048_at_most():
     assert 2**-12 < error.max() <= 2**-11
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_weight_that_was_not_frozen_is_named(name):
-    with pytest.raises(ExportError, match=r"takes the BlockWeights .* 'a.weight'"):
-        FORMATS[name]({"a.weight": np.ones((32, 32), np.float32)}, BFLOAT16)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_weight_that_is_not_finite_is_named(name, bad):
-    weights = {"a.weight": weight(np.zeros((1, 32)), [[bad]])}
-    with pytest.raises(
-        ExportError, match=r"'a.weight' has .* not finite: .* NaN or an"
-    ):
-        FORMATS[name](weights, BFLOAT16)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_stack_of_weights_is_named(name):
-    stack = BlockWeight(
-        np.ones((4, 256, 128), np.int8), np.ones((4, 256, 1), "f4"), 128
-    )
-    with pytest.raises(ExportError, match=r"'a.weight' is a stack \[4, 256, 128\]"):
-        FORMATS[name]({"a.weight": stack}, BFLOAT16)
-
-
 def test_small_scales_lose_more_and_a_warning_says_so():
     # Scales below 2^-14 have steps of 2^-24, and 0 is the nearest below 2^-25.
     scales = np.float32([[0.1], [2.0**-14], [2.5 * 2.0**-24], [2.0**-26]])
@@ -227,35 +233,3 @@ def test_small_scales_lose_more_and_a_warning_says_so():
     message = "1 of 2 blocks .* in this format their weights change by up to 0.2 of"
     with pytest.warns(UserWarning, match=message):
         FORMATS["compressed-tensors"](coarse, np.dtype(np.float16))
-
-
-@pytest.mark.parametrize(
-    ("stored", "message"),
-    [
-        (weight(np.zeros((2, 40)), np.ones((2, 2))), "multiples of 32, .* a has 40 in"),
-        (weight(np.zeros((2, 32)), [[1.0], [7e4]]), "scales up to 65504; a has 70000"),
-    ],
-)
-def test_weights_that_q8_0_cannot_hold_are_named(stored, message):
-    with pytest.raises(ExportError, match=message):
-        FORMATS["gguf"]({"a": stored}, BFLOAT16)
-
-
-def test_frozen_layers_under_scan_have_a_stack_of_weights():
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dot = FallbackDot(Recipe(block=32))
-            return nn.Dense(64, use_bias=False, dot_general=dot)(x), None
-
-    stack = nn.scan(
-        Layer,
-        variable_axes={"params": 0, "fallback": 0},
-        split_rngs={"params": True},
-        length=3,
-    )()
-    variables = as_trained(stack, X)
-    (codes,) = frozen_weights(fbq_jax.freeze(stack, variables, X)).values()
-    assert codes.codes.shape == (3, 64, 64)
-    assert codes.scales.shape == (3, 64, 2)
-    assert jax.tree.leaves(variables["params"])[0].shape == (3, 64, 64)

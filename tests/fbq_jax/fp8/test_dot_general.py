@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
-from jax import lax
 
+import fbq_jax
 from fbq_jax import Fp8Dot, fp8_dot, save_codes
 from fbq_jax.fp8 import dot_general as fp8
 from tests.debugging import debugging
@@ -95,20 +96,45 @@ def test_beside_flax_over_steps():
 
 def test_beside_flax_in_bfloat16():
     """Flax rounds its scales to 16 bits, so only the first call has them alike."""
-    ours, theirs, in_float = (
-        Mlp(dot, jnp.bfloat16)
-        for dot in (Fp8Dot(history=HISTORY), None, lax.dot_general)
-    )
-    variables, same = init(ours), init(theirs)
-    y, _, variables = train_step(variables, X, ours)
-    z, _, same = train_step(same, X, theirs)
+    ours, theirs = Mlp(dtype=jnp.bfloat16), Mlp(None, jnp.bfloat16)
+    in_float = Mlp(jax.lax.dot_general, jnp.bfloat16)
+    y, _, variables = train_step(init(ours), X, ours)
+    z, _, same = train_step(init(theirs), X, theirs)
     np.testing.assert_array_equal(y, z)
     variables["params"] = same["params"]
-    exact = jax.jit(in_float.apply)({"params": same["params"]}, X)
+    exact = in_float.apply({"params": same["params"]}, X)
     y, *_ = train_step(variables, X, ours)
     z, *_ = train_step(same, X, theirs)
     far = [relative(output, exact) for output in (y, z)]
     assert 0.02 < relative(y, z) < min(far) < max(far) < 0.08
+
+
+def test_training_with_train_state_and_evaluation():
+    model = Mlp()
+    with jax.numpy_dtype_promotion("standard"):
+        state = TrainState.create(
+            apply_fn=model.apply, params=init(model), tx=optax.sgd(0.1)
+        )
+        gradient = jax.value_and_grad(
+            functools.partial(loss, model=model), has_aux=True
+        )
+
+        @jax.jit
+        def step(state):
+            (value, _), grads = gradient(state.params, X)
+            return state.apply_gradients(grads=grads), value
+
+        losses = []
+        for _ in range(20):
+            state, value = step(state)
+            losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+    slot = state.params[OWG]["down"]["dot_general"]["grad"]
+    assert np.all(slot["amax_history"] > 0)
+    evaluate = jax.jit(functools.partial(model.apply, mutable=[OWG]))
+    y, changed = evaluate(state.params, X)
+    jax.tree.map(np.testing.assert_array_equal, changed[OWG], state.params[OWG])
+    assert np.all(np.isfinite(y))
 
 
 def codes_of(x, dtype, scale):
@@ -196,34 +222,6 @@ def test_an_overflow_leaves_the_scale_where_it_was():
     assert before["amax_history"][0] == np.inf
 
 
-def test_training_with_train_state_and_evaluation():
-    model = Mlp()
-    variables = init(model)
-    with jax.numpy_dtype_promotion("standard"):
-        state = TrainState.create(
-            apply_fn=model.apply, params=variables, tx=optax.sgd(0.1)
-        )
-
-        @jax.jit
-        def step(state):
-            (value, _), grads = jax.value_and_grad(loss, has_aux=True)(
-                state.params, X, model
-            )
-            return state.apply_gradients(grads=grads), value
-
-        losses = []
-        for _ in range(20):
-            state, value = step(state)
-            losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    slot = state.params[OWG]["down"]["dot_general"]["grad"]
-    assert np.all(slot["amax_history"] > 0)
-    evaluate = jax.jit(functools.partial(model.apply, mutable=[OWG]))
-    y, changed = evaluate(state.params, X)
-    jax.tree.map(np.testing.assert_array_equal, changed[OWG], state.params[OWG])
-    assert np.all(np.isfinite(y))
-
-
 def test_state_from_anywhere_and_a_scan_over_layers():
     """Frozen NumPy arrays; one state per layer of ``nn.scan``, under ``nn.remat``."""
 
@@ -250,17 +248,15 @@ def test_state_from_anywhere_and_a_scan_over_layers():
     assert history[0, 0] == np.abs(X).max() != history[1, 0]
 
 
-def vmap(layer):
-    return jax.vmap(layer.apply, (None, 0))
-
-
 def linen_vmap(layer):
     mapped = nn.vmap(nn.Dense, variable_axes={"params": None, OWG: None})
-    fields = "features", "use_bias", "dot_general"
-    return mapped(**{name: getattr(layer, name) for name in fields}).apply
+    return mapped(8, use_bias=False, dot_general=layer.dot_general).apply
 
 
-@pytest.mark.parametrize("over_examples", with_first_fast([vmap, linen_vmap]))
+@pytest.mark.parametrize(
+    "over_examples",
+    with_first_fast([lambda layer: jax.vmap(layer.apply, (None, 0)), linen_vmap]),
+)
 def test_examples_that_share_a_state_record_the_largest_of_all(over_examples):
     """With their sum, scales would grow in each step."""
     layer = nn.Dense(8, use_bias=False, dot_general=Fp8Dot(history=HISTORY))
@@ -268,12 +264,12 @@ def test_examples_that_share_a_state_record_the_largest_of_all(over_examples):
     variables = layer.init(jax.random.key(0), x)
 
     def states(apply):
-        def loss(variables):
-            return jnp.sum(apply(variables, x) ** 2)
-
+        gradient = jax.jit(
+            jax.grad(lambda variables: jnp.sum(apply(variables, x) ** 2))
+        )
         after = variables
         for _ in range(HISTORY + 1):
-            after = {**after, OWG: jax.jit(jax.grad(loss))(after)[OWG]}
+            after = {**after, OWG: gradient(after)[OWG]}
         return after[OWG]
 
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-6)
@@ -282,24 +278,19 @@ def test_examples_that_share_a_state_record_the_largest_of_all(over_examples):
 
 def test_the_product_of_two_small_scales_is_not_zero():
     x, w = jnp.full((8, 16), 1e-30), jnp.full((16, 4), 1e-6)
-    y = Fp8Dot(scaling="current")(x, w, (((1,), (0,)), ((), ())))
-    np.testing.assert_allclose(y, 1.6e-35, rtol=1e-6)
+    np.testing.assert_allclose(CURRENT(x, w, MATMUL), 1.6e-35, rtol=1e-6)
 
 
 def test_current_scaling_in_plain_jax():
-    dot = Fp8Dot(scaling="current")
-    y = dot(X, X, (((0,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
+    y = CURRENT(X, X, (((0,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
     assert (y.dtype, y.shape) == (jnp.bfloat16, (32, 32))
     assert relative(y.astype(jnp.float32), X.T @ X) < 0.05
-    empty = jax.vjp(lambda x: dot(x, X.T, MATMUL), X[:0])
+    empty = jax.vjp(lambda x: CURRENT(x, X.T, MATMUL), X[:0])
     assert empty[1](empty[0])[0].shape == (0, 32)
 
 
-def test_second_derivatives_are_refused():
-    dot = Fp8Dot(scaling="current")
-    first = jax.grad(lambda x: jnp.sum(dot(x, x.T, MATMUL) ** 2))
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        jax.grad(lambda x: jnp.sum(first(x)))(X)
+CURRENT = Fp8Dot(scaling="current")
+PARAMS = {"kernel": jnp.ones((32, 2)), "bias": jnp.ones(2)}
 
 
 @pytest.mark.parametrize(
@@ -309,23 +300,16 @@ def test_second_derivatives_are_refused():
         (lambda: Fp8Dot(history=0), ValueError, "positive integer; got 0"),
         (lambda: fp8_dot(X, X.T, MATMUL), ValueError, "scaling='current'"),
         (
-            lambda: nn.Dense(2, dot_general=fp8_dot).apply(PARAMS, X),
+            lambda: nn.Dense(2, dot_general=fp8_dot).apply({"params": PARAMS}, X),
             ValueError,
             "has no state 'dot_general'",
         ),
-        (
-            lambda: Fp8Dot(scaling="current")(X, X.T.astype(int), MATMUL),
-            TypeError,
-            "rhs is int32",
-        ),
+        (lambda: CURRENT(X, X.T.astype(int), MATMUL), TypeError, "rhs is int32"),
     ],
 )
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-PARAMS = {"params": {"kernel": jnp.ones((32, 2)), "bias": jnp.ones(2)}}
 
 
 @pytest.mark.parametrize("flag", with_first_fast(["jax_debug_nans", "jax_debug_infs"]))
@@ -339,3 +323,86 @@ def test_healthy_operands_have_no_nan_or_inf_inside(flag, scale, history):
         for _ in range(2):
             y, vjp = jax.vjp(functools.partial(fp8.matmul, spec), x, x.mT, scalings)
             scalings = vjp(y)[2]
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self):
+        def dense(*sizes):
+            dot = fbq_jax.nnx.Fp8Dot(HISTORY)
+            return nnx.Linear(*sizes, dot_general=dot, rngs=nnx.Rngs(0))
+
+        self.up, self.down = dense(32, 48), dense(48, 16)
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.up(x)))
+
+
+@nnx.jit
+def nnx_step(model, x):
+    """The output and the gradients of the parameters; updates state and parameters."""
+
+    def loss(model):
+        y = model(x)
+        return jnp.mean((y - 1.0) ** 2), y
+
+    wrt = nnx.DiffState(0, (nnx.Param, fbq_jax.nnx.Fp8Scaling))
+    grads, y = nnx.grad(loss, argnums=wrt, has_aux=True)(model)
+    scalings, grads = nnx.split_state(grads, fbq_jax.nnx.Fp8Scaling, nnx.Param)
+    nnx.update(model, scalings)
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads))
+    return y, nnx.to_pure_dict(grads)
+
+
+def state_of(model):
+    return {
+        name: {"dot_general": {k: v._asdict() for k, v in layer["dot_general"].items()}}
+        for name, layer in nnx.to_pure_dict(
+            nnx.state(model, fbq_jax.nnx.Fp8Scaling)
+        ).items()
+    }
+
+
+def test_beside_linen_over_steps():
+    """Outputs, gradients, histories and scales agree while inputs grow and shrink."""
+    linen, model = init(Mlp()), NnxMlp()
+    nnx.update(model, nnx.State(linen["params"]))
+    for scale in (1.0, 4.0, 60.0, 0.2, 0.5):
+        z, linen_grads, linen = train_step(linen, scale * X)
+        y, grads = nnx_step(model, scale * X)
+        np.testing.assert_array_equal(y, z)
+        jax.tree.map(np.testing.assert_array_equal, grads, linen_grads)
+        jax.tree.map(np.testing.assert_array_equal, state_of(model), linen[OWG])
+    assert linen[OWG]["up"]["dot_general"]["lhs"]["scale"] < 1.0
+    before = state_of(model)
+    model.eval()
+    nnx.jit(lambda model: model(60.0 * X))(model)
+    jax.tree.map(np.testing.assert_array_equal, state_of(model), before)
+
+
+def test_bad_input_of_nnx_is_named():
+    with pytest.raises(ValueError, match="history takes a positive integer; got 0"):
+        fbq_jax.nnx.Fp8Dot(0)
+    with pytest.raises(ValueError, match=r"use fbq_jax\.nnx\.Fp8Dot in NNX"):
+        nnx.Linear(32, 2, dot_general=fp8_dot, rngs=nnx.Rngs(0))(X)
+    model = NnxMlp()
+    fbq_jax.nnx.check_unshared(model)
+    model.down.dot_general = model.up.dot_general
+    with pytest.raises(ValueError, match=r"layers '.*' and '.*' share one Fp8Dot"):
+        fbq_jax.nnx.check_unshared(model)
+    for name, function in (
+        ("check_unshared", fbq_jax.nnx.check_unshared),
+        ("name_", fbq_jax.nnx.name_layers),
+    ):
+        with pytest.raises(TypeError, match=rf"fbq_jax\.nnx\.{name}.*got NoneType"):
+            function(None)
+
+
+def test_a_module_may_keep_the_op_of_a_layer_inside_it():
+    model = NnxMlp()
+    model.op = nnx.data(model.up.dot_general)
+    fbq_jax.nnx.check_unshared(model)
+    model.other = nnx.data([NnxMlp()])
+    model.other[0].op = nnx.data(model.op)
+    with pytest.raises(ValueError, match="layers 'up' and 'other/0' share one Fp8Dot"):
+        fbq_jax.nnx.check_unshared(model)

@@ -58,7 +58,7 @@ def trained(recipe, rows):
             (replace(recipes.fallback, criterion="l1"), (8,), 0),
             (recipes.fp8_row_block, (8,), 0),
             (STOCHASTIC, (8,), 0),
-        ],
+        ]
     ),
 )
 def test_one_op_computes_what_two_do(fused, recipe, rows, calls):

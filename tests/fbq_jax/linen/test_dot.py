@@ -1,8 +1,6 @@
 """State and injection in Flax Linen, under each transformation."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import flax
 import jax
@@ -23,6 +21,7 @@ from fbq_jax import (
 )
 from fbq_jax.kernels.quantized import UNSET
 from fbq_jax.sharding import layer_names
+from tests.fbq_jax.jaxprs import count_equations
 from tests.kernels.quantize_cases import heavy
 from tests.marks import with_first_fast
 
@@ -50,21 +49,16 @@ class Layer(nn.Module):
         return x + Mlp(self.dot_general, name="mlp")(x), None
 
 
-def stack(axes=("params", "fallback"), dot_general=SMALL):
-    return nn.scan(
-        Layer,
-        variable_axes=dict.fromkeys(axes, 0),
-        split_rngs={"params": True},
-        length=2,
-    )(dot_general, name="layers")
-
-
 class Scanned(nn.Module):
     dot_general: FallbackDot = SMALL
+    axes: tuple[str, ...] = ("params", "fallback")
 
     @nn.compact
     def __call__(self, x):
-        return stack(dot_general=self.dot_general)(x, None)[0]
+        layers = nn.scan(
+            Layer, dict.fromkeys(self.axes, 0), split_rngs={"params": True}, length=2
+        )
+        return layers(self.dot_general, name="layers")(x, None)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -96,7 +90,7 @@ def test_training_converges_and_the_threshold_of_each_layer_follows():
     stats = fallback_stats(variables)
     assert sorted(stats) == ["down", "up"]
     assert all(s.count == 0 and s.theta == UNSET for s in stats.values())
-    first, _, variables = train_step(Mlp(), variables, X)
+    first, first_grads, variables = train_step(Mlp(), variables, X)
     stats = fallback_stats(variables)
     assert all(s.count == 1 for s in stats.values())
     assert stats["up"].theta != stats["down"].theta
@@ -106,6 +100,14 @@ def test_training_converges_and_the_threshold_of_each_layer_follows():
             loss, _, variables = train_step(Mlp(), variables, scale * X)
         assert all(0.1 <= s.rate <= 0.3 for s in fallback_stats(variables).values())
     assert loss < 0.85 * first
+
+    # The noise repeats from the same state, and changes with the state.
+    start = init(Mlp())
+    grads = train_step(Mlp(), start, X)[1]
+    jax.tree.map(np.testing.assert_array_equal, grads, first_grads)
+    moved = {"params": start["params"], "fallback": variables["fallback"]}
+    other = train_step(Mlp(), moved, X)[1]
+    assert np.any(other["up"]["kernel"] != grads["up"]["kernel"])
 
 
 def test_evaluation_freezes_the_threshold():
@@ -118,18 +120,21 @@ def test_evaluation_freezes_the_threshold():
     np.testing.assert_array_equal(y, z)
 
 
-def test_a_missing_collection_is_named():
+def test_a_missing_state_is_named():
+    """Without its collection, in a part of it, and in a scan that lists no state."""
     variables = init(Mlp())
+    params = {"params": variables["params"]}
     with pytest.raises(
         ValueError, match=r"layer 'up' has no state 'dot_general'.*'fallback'"
     ):
-        apply(Mlp(), {"params": variables["params"]}, X)
-    layer_names.clear()
-    with pytest.warns(UserWarning, match="'up' has no state .* and starts a new one"):
-        _, updates = apply(
-            Mlp(), {"params": variables["params"]}, X, mutable=("fallback",)
-        )
-    assert fallback_stats(updates)["up"].count == 1
+        apply(Mlp(), params, X)
+    for state in {}, {"fallback": {"down": variables["fallback"]["down"]}}:
+        layer_names.clear()
+        with pytest.warns(UserWarning, match="'up' has no state .* starts a new one"):
+            _, updates = apply(Mlp(), params | state, X, mutable=("fallback",))
+        assert fallback_stats(updates)["up"].count == 1
+    with pytest.raises(ValueError, match="no state 'dot_general' in the collection"):
+        init(Scanned(axes=("params",)))
 
 
 @pytest.mark.parametrize("model", with_first_fast([Mlp, Scanned]))
@@ -144,51 +149,14 @@ def test_initial_weights_match_the_unquantized_model(model):
     jax.tree.map(np.testing.assert_array_equal, lazy["fallback"], quantized["fallback"])
 
 
-def test_noise_changes_from_call_to_call_and_repeats_from_the_same_state():
-    variables = init(Mlp())
-    _, first, after = train_step(Mlp(), variables, X)
-    _, again, _ = train_step(Mlp(), variables, X)
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    moved = {"params": variables["params"], "fallback": after["fallback"]}
-    _, second, _ = train_step(Mlp(), moved, X)
-    assert np.any(first["up"]["kernel"] != second["up"]["kernel"])
-
-
-def test_scan_over_layers_has_state_and_noise_for_each():
-    model = Scanned()
-    variables = init(model)
-    _, _, after = train_step(model, variables, X)
-    stats = fallback_stats(after)
-    assert sorted(stats) == ["layers/mlp/down", "layers/mlp/up"]
-    assert stats["layers/mlp/up"].count.tolist() == [1, 1]
-    assert np.unique(stats["layers/mlp/up"].theta).size == 2
-    seeds = after["fallback"]["layers"]["mlp"]["up"]["dot_general"]["seed"]
-    assert np.unique(seeds).size == 2
-    assert np.all(seeds < 2**24)  # float32 holds them
-
-
-def test_scan_names_the_collection_that_is_not_listed():
-    class Unlisted(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return stack(axes=("params",))(x, None)[0]
-
-    with pytest.raises(ValueError, match="no state 'dot_general' in the collection"):
-        init(Unlisted())
-
-
-def in_a_loop(call, x):
-    return jax.lax.scan(lambda x, _: (call(x), None), x, length=2)[0]
-
-
 @pytest.mark.parametrize(
     "transform",
     [
-        lambda call, x: jax.checkpoint(call)(x),
-        lambda call, x: jax.jit(call)(x),
-        lambda call, x: jax.vmap(call)(x[None])[0],
-        lambda call, x: jax.lax.cond(x[0, 0] > 0.0, call, jnp.negative, x),
-        in_a_loop,
+        jax.checkpoint,
+        jax.jit,
+        lambda call: lambda x: jax.vmap(call)(x[None])[0],
+        lambda call: lambda x: jax.lax.cond(x[0, 0] > 0.0, call, jnp.negative, x),
+        lambda call: lambda x: jax.lax.fori_loop(0, 2, lambda _, x: call(x), x),
     ],
 )
 def test_a_transformation_of_jax_that_would_lose_the_state_is_an_error(transform):
@@ -199,20 +167,20 @@ def test_a_transformation_of_jax_that_would_lose_the_state_is_an_error(transform
             self.up = nn.Dense(32, dot_general=FallbackDot(self.recipe))
 
         def __call__(self, x):
-            if self.is_initializing():
-                return self.up(x)
-            return transform(lambda x: self.up(x), x)
+            call = self.up if self.is_initializing() else transform(self.up.__call__)
+            return call(x)
 
     x = jnp.ones((4, 32))
-    for recipe in Recipe(block=32), recipes.rowwise:
+
+    def train(recipe):
         model = Model(recipe)
         variables = model.init(jax.random.key(0), x)
         model.apply(variables, x)  # evaluation
-        if recipe == recipes.rowwise:  # needs no state
-            model.apply(variables, x, mutable=["fallback"])
-            continue
-        with pytest.raises(ValueError, match=r"layer 'up': its state cannot leave"):
-            model.apply(variables, x, mutable=["fallback"])
+        model.apply(variables, x, mutable=["fallback"])
+
+    train(recipes.rowwise)  # needs no state
+    with pytest.raises(ValueError, match=r"layer 'up': its state cannot leave"):
+        train(Recipe(block=32))
 
 
 def test_save_codes_saves_codes_only():
@@ -251,35 +219,9 @@ def test_save_codes_recomputes_no_product():
     def products(layer):
         variables = jax.eval_shape(init, layer())
         traced = train_step.trace(layer(), variables, X)
-        return count_equations(traced.jaxpr, "dot_general")
+        return count_equations(traced.jaxpr.jaxpr, "dot_general")
 
     assert products(nn.remat(Chain, policy=save_codes)) == products(Chain)
-
-
-def count_equations(jaxpr, primitive):
-    """The equations of a primitive, in all inner programs too."""
-    return sum(
-        (eqn.primitive.name == primitive)
-        + sum(
-            count_equations(inner, primitive)
-            for inner in jax.tree.leaves(list(eqn.params.values()))
-            if hasattr(inner, "eqns")
-        )
-        for eqn in jaxpr.eqns
-    )
-
-
-@pytest.mark.exhaustive
-def test_vmap_over_experts():
-    batch = jnp.stack([X, X])
-    experts = nn.vmap(
-        nn.Dense,
-        variable_axes={"params": 0, "fallback": 0},
-        split_rngs={"params": True},
-    )(32, dot_general=SMALL)
-    variables = init(experts, batch)
-    _, updates = apply(experts, variables, batch, mutable=("fallback",))
-    assert fallback_stats(updates)["(root)"].count.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", with_first_fast(["fallback", "per_tensor", "rowwise"]))
@@ -287,7 +229,7 @@ def test_examples_that_share_a_state_draw_noise_of_their_own(name):
     """As they do without state."""
     recipe = recipes.NAMED[name]
     layer = nn.Dense(64, use_bias=False, dot_general=FallbackDot(recipe))
-    x = heavy((64, 64))
+    x, dy = heavy((64, 64)), heavy((64, 64), 2)
     variables = layer.init(jax.random.key(0), x)
 
     def of_layer(x, w):
@@ -298,14 +240,12 @@ def test_examples_that_share_a_state_draw_noise_of_their_own(name):
         options = {"recipe": recipe, "key": jax.random.key(0)}
         return dot_general(x, w, (((1,), (0,)), ((), ())), **options)[0]
 
-    def gradients(product, x, dy):
-        _, vjp = jax.vjp(product, x, variables["params"]["kernel"])
-        return vjp(dy)
-
     @functools.partial(jax.jit, static_argnums=0)
     def differ(product):
-        examples = jnp.stack([x, x]), jnp.stack([heavy((64, 64), 2)] * 2)
-        each = jax.vmap(functools.partial(gradients, product))(*examples)
+        def gradients(x, dy):
+            return jax.vjp(product, x, variables["params"]["kernel"])[1](dy)
+
+        each = jax.vmap(gradients)(jnp.stack([x, x]), jnp.stack([dy, dy]))
         return [jnp.any(first != second) for first, second in each]
 
     assert differ(of_layer) == differ(without_state)
@@ -331,14 +271,6 @@ class Products(nn.Module):
         return x, None
 
 
-class Lifted(nn.Module):
-    lift: Callable[..., Any]
-
-    @nn.compact
-    def __call__(self, x):
-        return self.lift(Products)(name="layer")(x, None)[0]
-
-
 LIFTS = {
     "none": lambda layer: layer,
     "scan": functools.partial(
@@ -355,15 +287,19 @@ LIFTS = {
 @pytest.mark.parametrize("name", with_first_fast(LIFTS))
 def test_each_product_of_a_module_has_a_state(name):
     """JAX may trace the module several times, which makes no more products."""
-    model = Lifted(LIFTS[name])
-    variables = init(model)
+
+    class Lifted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return LIFTS[name](Products)(name="layer")(x, None)[0]
+
+    variables = init(Lifted())
     for _ in range(2):
-        _, _, variables = train_step(model, variables, X)
+        _, _, variables = train_step(Lifted(), variables, X)
     stats = fallback_stats(variables)
     assert sorted(stats) == ["layer", "layer/dot_general_1"]
     assert all(np.all(s.count == 2) for s in stats.values())
-    layers = variables["fallback"]["layer"]
-    seeds = [layers[name]["seed"] for name in ("dot_general", "dot_general_1")]
+    seeds = [slot["seed"] for slot in variables["fallback"]["layer"].values()]
     assert len(np.unique(np.ravel(seeds))) == np.size(seeds)
 
 
@@ -384,25 +320,11 @@ def test_a_state_that_a_step_leaves_out_is_named():
 )
 @pytest.mark.parametrize("mutable", [False, ["fallback"]])
 def test_a_state_of_other_layers_is_named(change, got, mutable):
-    model = Mlp()
-    variables = init(model)
-    state = variables["fallback"] | {
-        "down": {"dot_general": change(variables["fallback"]["down"]["dot_general"])}
-    }
+    variables = init(Mlp())
+    slot = variables["fallback"]["down"]
+    slot["dot_general"] = change(slot["dot_general"])
     with pytest.raises(ValueError, match=f"state of down takes the scalars .*{got}"):
-        model.apply(variables | {"fallback": state}, X, mutable=mutable)
-
-
-def test_one_layer_that_runs_twice_has_one_state():
-    class Tied(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.Dense(64, dot_general=fallback_dot, name="tied")
-            return layer(layer(x))
-
-    variables = init(Tied(), jnp.ones((1, 64)))  # smaller than a block
-    _, updates = apply(Tied(), variables, X, mutable=("fallback",))
-    assert fallback_stats(updates)["tied"].count == 2
+        Mlp().apply(variables, X, mutable=mutable)
 
 
 def test_overwrite_with_gradient_of_examples_that_share_a_state():
@@ -456,13 +378,9 @@ def test_liveness():
     before = fallback_stats(variables)
     _, _, after = train_step(Mlp(), variables, X)
     assert_live(before, fallback_stats(after))
+    not_updated = "did not update the fallback state of down, up;"
     for error, message, *stats in (
-        (
-            RuntimeError,
-            "did not update the fallback state of down, up;",
-            before,
-            before,
-        ),
+        (RuntimeError, not_updated, before, before),
         (ValueError, r"got \[\] and \[\]", {}, {}),
         (TypeError, r"fallback_stats .*; got a mapping to dict", variables, after),
         (TypeError, r"fallback_stats .*; got Mlp", Mlp(), after),
@@ -507,17 +425,18 @@ def test_state_may_come_as_numpy_or_frozen(collection):
     jax.tree.map(np.testing.assert_array_equal, restored, kept)
 
 
-@pytest.mark.parametrize("theta", with_first_fast([np.nan, 0.0, np.inf]))
-def test_an_invalid_threshold_starts_again(theta):
-    """0 and infinity are in use for one step, which the next layer sees."""
-    variables = init(Mlp())
-    spoiled = jax.tree.map(jnp.asarray, variables)
-    for layer in spoiled["fallback"].values():
-        layer["dot_general"]["theta"] = jnp.asarray(theta, jnp.bfloat16)
-    after = (train_step(Mlp(), v, X)[2]["fallback"] for v in (variables, spoiled))
-    for layers in zip(*(state.values() for state in after), strict=True):
-        theta, other = (layer["dot_general"]["theta"] for layer in layers)
-        np.testing.assert_allclose(theta, other, rtol=1e-2)
+OF_OTHER = nn.Dense(8, dot_general=FallbackDot(collection="other"))
+
+
+def test_stats_take_the_variables_of_a_model():
+    variables = init(OF_OTHER)
+    _, updates = apply(OF_OTHER, variables, X, mutable=("other",))
+    assert fallback_stats(updates, "other")["(root)"].count == 1
+    assert fallback_stats({"params": variables["params"]}) == {}
+
+
+OTHER_COLLECTION = r"call fallback_stats\(variables, 'other'\)"
+NO_VARIABLES = r"'fallback': state}; got the state of a coll"
 
 
 @pytest.mark.parametrize(
@@ -529,21 +448,10 @@ def test_an_invalid_threshold_starts_again(theta):
         ),
         (lambda: FallbackDot(collection="params"), "for parameters; keep the state"),
         (lambda: FallbackDot(collection=3), r"name of a variable collection.*got 3"),
+        (lambda: fallback_stats(init(OF_OTHER)), OTHER_COLLECTION),
+        (lambda: fallback_stats(init(Mlp())["fallback"]), NO_VARIABLES),
     ],
 )
-def test_bad_options_are_named(call, message):
+def test_bad_arguments_are_named(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-def test_stats_take_the_variables_of_a_model():
-    layer = nn.Dense(8, dot_general=FallbackDot(collection="other"))
-    variables = init(layer)
-    with pytest.raises(TypeError, match=r"call fallback_stats\(variables, 'other'\)"):
-        fallback_stats(variables)
-    _, updates = apply(layer, variables, X, mutable=("other",))
-    assert fallback_stats(updates, "other")["(root)"].count == 1
-    state = init(Mlp())["fallback"]
-    with pytest.raises(TypeError, match=r"'fallback': state}; got the state of a coll"):
-        fallback_stats(state)
-    assert fallback_stats({"params": variables["params"]}) == {}

@@ -44,14 +44,11 @@ def lower_step(layers, x):
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     if x.sharding is not None:
         whole = NamedSharding(x.sharding.mesh, PartitionSpec())
-        variables = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), variables
-        )
+        variables = jax.tree.map(lambda x: x.update(sharding=whole), variables)
 
     def loss(params, state, x):
-        y, state = model.apply(
-            {"params": params, "fallback": state}, x, mutable=["fallback"]
-        )
+        variables = {"params": params, "fallback": state}
+        y, state = model.apply(variables, x, mutable=["fallback"])
         return jnp.sum(y), state["fallback"]
 
     step = jax.jit(jax.grad(loss, (0, 2), has_aux=True))

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 from flax.errors import InvalidRngError
 
+import fbq_jax
 from fbq_jax import (
     Int8Attention,
     Int8MLP,
     Int8Sequential,
+    assert_live,
     freeze,
     int8_flow,
 )
@@ -102,15 +105,21 @@ def test_outputs_and_gradients_are_close_to_the_float_blocks():
 
 
 def float_activations(avals):
-    """Arrays that are not INT8 and at least as large as an activation.
+    """Counts of arrays that are not INT8 and at least as large as an activation.
 
     Weights are smaller.
     """
-    return [
-        aval
-        for aval in avals
-        if aval.size >= TOKENS * C and aval.dtype not in (jnp.int8, jnp.uint32)
-    ]
+    large = [aval for aval in avals if aval.size >= TOKENS * C]
+    return collections.Counter(
+        (aval.shape, aval.dtype.name)
+        for aval in large
+        if aval.dtype not in (jnp.int8, jnp.uint32)
+    )
+
+
+# The floats that the attention core saves for itself: its operands, which its
+# checkpointed backward pass reads.
+QKV = [jax.ShapeDtypeStruct((BATCH, T, HEADS, C // HEADS), jnp.float32)] * 3
 
 
 def test_operators_exchange_only_int8():
@@ -129,35 +138,22 @@ def test_operators_exchange_only_int8():
     units = [e for e in calls if e.params["name"] != "fold"]  # of seeds
     assert len(units) == 2 * (3 + 5)  # of the attention and the MLP, in both passes
     between = float_activations(var.aval for e in jaxpr.eqns for var in e.outvars)
-    # The attention core saves floats for itself.
-    saved = float_activations(jax.tree.leaves(jax.eval_shape(core_backward, *QKV)))
-    assert shapes_of(between) == shapes_of(saved)
-
-
-QKV = [jax.ShapeDtypeStruct((BATCH, T, HEADS, C // HEADS), jnp.float32)] * 3
-
-
-def core_backward(q, k, v):
-    return jax.vjp(CAUSAL, q, k, v)[1]
-
-
-def shapes_of(avals):
-    return collections.Counter((aval.shape, aval.dtype) for aval in avals)
-
-
-def saved_of(operator, params, x):
-    def saving(params, x):
-        return jax.vjp(
-            lambda p, x: int8_flow.apply(operator, p, x, seed=SEED), params, x
-        )[1]
-
-    return jax.tree.leaves(jax.eval_shape(saving, params, x))
+    core = jax.eval_shape(functools.partial(jax.vjp, CAUSAL), *QKV)[1]
+    assert between == float_activations(jax.tree.leaves(core))
 
 
 def test_saved_activations_are_int8():
     x = X.astype(jnp.bfloat16)
     params = variables_of_both()[1]["params"]
-    saved = saved_of(MLP, params["layers_1"], x)
+
+    def saved_of(operator, params):
+        def run(params, x):
+            return int8_flow.apply(operator, params, x, seed=SEED)
+
+        saving = functools.partial(jax.vjp, run)
+        return jax.tree.leaves(jax.eval_shape(saving, params, x)[1])
+
+    saved = saved_of(MLP, params["layers_1"])
     assert not float_activations(saved)
     codes = sorted(leaf.shape[1:] for leaf in saved if leaf.dtype == jnp.int8)
     widths = [(TOKENS, C)] * 2 + [(TOKENS, HIDDEN)] * 2
@@ -166,20 +162,10 @@ def test_saved_activations_are_int8():
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
     assert size < 1.2 * sum(np.prod(shape) for shape in codes)
 
-    checkpointed = jax.checkpoint(CAUSAL)
-    lean = int8_flow.attention(HEADS, T, attention_fn=checkpointed, dtype=jnp.float32)
-    saved = saved_of(lean, params["layers_0"], x)
-    assert shapes_of(float_activations(saved)) == shapes_of(QKV)
-
-
-def test_the_seed_decides_the_noise():
-    params = variables_of_both()[1]["params"]
-    run = functools.partial(outputs_and_gradients, BLOCKS, params, X)
-    first, again, other = run(SEED), run(SEED), run(SEED + jnp.uint32(1))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    np.testing.assert_array_equal(first[0], other[0])  # rounded to nearest
-    different = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), first[1], other[1])
-    assert all(jax.tree.leaves(different))
+    core = {"attention_fn": jax.checkpoint(CAUSAL), "dtype": jnp.float32}
+    lean = int8_flow.attention(HEADS, T, **core)
+    saved = saved_of(lean, params["layers_0"])
+    assert float_activations(saved) == float_activations(QKV)
 
 
 def test_each_rounding_draws_independent_noise(monkeypatch):
@@ -213,16 +199,6 @@ def test_each_rounding_draws_independent_noise(monkeypatch):
     blocks._apply_bwd(both, 32, (saved, SEED), X[:1])
     assert forward == backward[::-1]
     assert len(set(forward + others)) == len(forward) + len(others) == 5 + 5
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_non_finite_values_stay_visible(bad):
-    params = variables_of_both()[1]["params"]
-    y, (grads, dx) = outputs_and_gradients(BLOCKS, params, X.at[2, 3, 4].set(bad), SEED)
-    assert np.all(np.isnan(y[2]))
-    assert np.all(np.isfinite(np.delete(y, 2, axis=0)))
-    assert np.all(np.isnan(dx[2]))
-    assert np.all(np.isnan(grads["layers_0"]["attention"]["qkv"]["kernel"]))
 
 
 def test_dropout_draws_from_its_own_stream_and_only_in_training(monkeypatch):
@@ -266,7 +242,7 @@ def init(layer, x=X):
         ),
         (
             lambda: init(Int8Sequential([nn.Dense(8)])),
-            "takes Int8MLP and Int8Attention layers; got Dense",
+            "Int8Attention layers; got Dense",
         ),
         (lambda: init(Int8Sequential([])), r"one or more layers.*got \[\]"),
         (lambda: init(Int8MLP(8), X.astype(jnp.int32)), "x is int32; .* bfloat16"),
@@ -277,6 +253,23 @@ def init(layer, x=X):
         (lambda: init(Int8MLP(8), jnp.float32(1)), r"shape \(\); the INT8 data flow"),
         (lambda: init(Int8MLP(8), jnp.ones((2, 0))), r"shape \(2, 0\).* with C > 0"),
         (lambda: init(Int8Attention(2), jnp.ones(8)), r"\[..., T, C\].*shape \(8,\)"),
+        # The blocks of NNX.
+        (
+            lambda: fbq_jax.nnx.Int8MLP(8, 8, block=48, rngs=nnx.Rngs(0)),
+            "takes one of .32",
+        ),
+        (
+            lambda: fbq_jax.nnx.Int8Attention(16, 0, rngs=nnx.Rngs(0)),
+            "at least 1 .*; got 0 he",
+        ),
+        (
+            lambda: fbq_jax.nnx.Int8Sequential([LINEAR]),
+            "Int8Attention layers; got Linear",
+        ),
+        (
+            lambda: fbq_jax.nnx.freeze(build(), X),
+            "takes nnx.Linear.*'layers/./dot_general'",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):
@@ -285,6 +278,7 @@ def test_bad_input_is_named(call, message):
 
 
 def test_operators_of_one_name_share_their_parameters():
+    """Also in frozen dictionaries."""
     linear = operators.Linear(False)
     w = jax.random.normal(KEY, (C, C)) / C**0.5
 
@@ -296,22 +290,132 @@ def test_operators_of_one_name_share_their_parameters():
             y = int8_flow.apply(int8_flow.Chain(tuple(ops)), params, X, seed=SEED)
             return jnp.sum(y**2)
 
-        return jax.grad(loss)(params)
+        grads = jax.grad(loss)(flax.core.freeze(params))
+        assert isinstance(grads, flax.core.FrozenDict)
+        return grads
 
     apart, shared = gradients("a", "gelu", "b"), gradients("a", "gelu", "a")
     expected = apart["a"]["kernel"] + apart["b"]["kernel"]
     np.testing.assert_array_equal(shared["a"]["kernel"], expected)
 
 
-def test_frozen_dictionaries_and_no_tokens():
-    params = Int8MLP(HIDDEN).init(KEY, X)["params"]
-
-    def gradients(params, x):
-        return jax.grad(lambda p: int8_flow.apply(MLP, p, x, seed=SEED).sum())(params)
-
-    found = gradients(flax.core.freeze(params), X)
-    assert isinstance(found, flax.core.FrozenDict)
-    expected = gradients(params, X)
-    jax.tree.map(np.testing.assert_array_equal, found.unfreeze(), expected)
+def test_no_tokens():
     y, _ = Int8Attention(HEADS).init_with_output(KEY, X[:, :0])
     assert y.shape == (BATCH, 0, C)
+
+
+LINEAR = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+def build(dropout_rate=0.0):
+    rngs = nnx.Rngs(3)
+    attention = fbq_jax.nnx.Int8Attention(C, HEADS, attention_fn=CAUSAL, rngs=rngs)
+    return fbq_jax.nnx.Int8Sequential(
+        [
+            attention,
+            fbq_jax.nnx.Int8MLP(C, HIDDEN, dropout_rate=dropout_rate, rngs=rngs),
+        ]
+    )
+
+
+@pytest.mark.parametrize("index", [0, None])
+def test_attention_and_a_sequence_apply_what_linens_apply(index, monkeypatch):
+    """The same operators with the same seeds on the same arrays."""
+    made = []
+
+    def apply(operator, params, x, *, seed, block):
+        made.append((operator, params, int(seed), block))
+        return x
+
+    monkeypatch.setattr(blocks, "apply", apply)
+    model, linen = build(), INT8
+    layers = model.layers
+    params = {f"layers_{i}": layer.parameters() for i, layer in enumerate(layers)}
+    if index is not None:
+        model, linen = layers[index], INT8.layers[index]
+        params = params[f"layers_{index}"]
+    state = {"fallback": {"dot_general": layers[0].dot_general.state()}}
+    for _ in range(2):
+        model(X)
+        _, state = linen.apply({"params": params, **state}, X, mutable=["fallback"])
+    for ours, theirs in (made[:2], made[2:]):
+        jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
+        assert ours[:1] + ours[2:] == theirs[:1] + theirs[2:]
+    counts = {
+        name: int(s.count) for name, s in fbq_jax.nnx.fallback_stats(model).items()
+    }
+    names = ["layers/0", "layers/1"] if index is None else ["(root)"]
+    assert counts == dict.fromkeys(names, 2)
+
+
+def test_parameters_of_nnx_are_those_of_flax():
+    rngs = nnx.Rngs(1)
+    norm = nnx.LayerNorm(C, rngs=rngs)
+    up, down = nnx.Linear(C, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, C, rngs=rngs)
+    flax = {
+        name: nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+        for name, layer in {"norm": norm, "up": up, "down": down}.items()
+    }
+    params = fbq_jax.nnx.Int8MLP(C, HIDDEN, rngs=nnx.Rngs(1)).parameters()
+    jax.tree.map(np.testing.assert_array_equal, params, flax)
+    lean = fbq_jax.nnx.Int8MLP(C, HIDDEN, use_bias=False, rngs=nnx.Rngs(1)).parameters()
+    assert sorted(lean["up"]) == ["kernel"]
+
+
+@nnx.jit
+def nnx_gradients(model):
+    """Those of the parameters, by a step that moves the state."""
+    return nnx.grad(lambda model: jnp.sum(model(X) ** 2))(model)
+
+
+@pytest.mark.exhaustive
+def test_a_jitted_step_moves_the_state_and_its_noise():
+    model, other = build(dropout_rate=0.5), build(dropout_rate=0.5)
+    before = fbq_jax.nnx.fallback_stats(model)
+    first, second = nnx_gradients(model), nnx_gradients(model)
+    assert_live(before, fbq_jax.nnx.fallback_stats(model))
+    assert len(jax.tree.leaves(nnx.state(model, fbq_jax.nnx.FallbackState))) == 2 * 4
+    differ = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), first, second)
+    assert all(jax.tree.leaves(differ))
+    # The state that a split carries goes on with the same noise.
+    graphdef, state = nnx.split(other)
+    copy = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+    for expected in first, second:
+        jax.tree.map(np.testing.assert_array_equal, nnx_gradients(copy), expected)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Records of each call whether it has dropout, and its seed."""
+    made = []
+
+    def apply(operator, params, x, *, seed, block):
+        del params
+        made.append(("Dropout" in str(operator), int(seed)))
+        assert block == 32
+        return x
+
+    monkeypatch.setattr(blocks, "apply", apply)
+    return made
+
+
+def test_evaluation_draws_no_noise_and_drops_nothing(calls):
+    model = build(dropout_rate=0.5)
+    model.eval()
+    model(X)
+    model(X)
+    assert calls[0] == calls[1]
+    assert not calls[0][0]
+    assert fbq_jax.nnx.fallback_stats(model)["layers/1"].count == 0
+    model(X, deterministic=False)  # draws new masks, though the state is frozen
+    model(X, deterministic=False)
+    model.train()
+    model(X)
+    assert [drops for drops, _ in calls[2:]] == [True] * 3
+    assert len(set(calls[1:])) == 4
+    model(X, deterministic=True)
+    seed = calls[-1][1]
+    plain = build()
+    plain(X)
+    plain(X)
+    assert calls[-1] == (False, seed)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import fbq_jax
 from fbq_jax import (
@@ -61,13 +62,9 @@ def dense(params, x, routing, bias=None):
 @pytest.mark.exhaustive
 def test_each_expert_has_its_own_fallback_rate():
     layer = dataclasses.replace(LAYER, dot_general=FallbackDot(NEAREST))
-    shapes = jax.eval_shape(layer.init, jax.random.key(2), X)["fallback"]
-    theta = {"gate_up": 3.2, "down": 0.1}
     state = {
-        name: {
-            "dot_general": {"theta": theta[name], "rate": 0.0, "count": 1, "seed": 2}
-        }
-        for name in shapes
+        name: {"dot_general": {"theta": theta, "rate": 0.0, "count": 1, "seed": 2}}
+        for name, theta in (("gate_up", 3.2), ("down", 0.1))
     }
     # The tokens of the first example are zero, so that some blocks do not count.
     x = X * jnp.array([0.0, 1.0, 1.0])[:, None, None]
@@ -77,15 +74,14 @@ def test_each_expert_has_its_own_fallback_rate():
     assert updates["expert_stats"].keys() == {"load", "dropped"}
     (rates,) = updates["intermediates"]["gate_up"]["fallback_rates"]
     # Sorted by expert, the tokens of each lie in their own blocks of 32.
-    experts = route(
-        LAYER.routing, x.reshape(-1, D) @ PARAMS["router"]["kernel"]
-    ).experts
+    x = x.reshape(-1, D)
+    experts = route(LAYER.routing, x @ PARAMS["router"]["kernel"]).experts
     fell, blocks = np.zeros(E), np.zeros(E)
     for expert in range(E):
-        tokens = np.asarray(x.reshape(-1, D))[np.where(experts == expert)[0]]
+        tokens = np.asarray(x)[np.where(experts == expert)[0]]
         for start in range(0, len(tokens), 32):
             largest = np.abs(tokens[start : start + 32]).max()
-            fell[expert] += largest > theta["gate_up"]
+            fell[expert] += largest > 3.2
             blocks[expert] += largest > 0
     np.testing.assert_allclose(rates, fell / np.maximum(blocks, 1), rtol=1e-6)
     rate = updates["fallback"]["gate_up"]["dot_general"]["rate"]
@@ -142,9 +138,8 @@ def test_float_experts_are_dense_products(routing):
 
 
 def test_experts_without_tokens_and_one_with_all():
-    layer = dataclasses.replace(
-        LAYER, routing=dataclasses.replace(BALANCED, top_k=1, renormalize=False)
-    )
+    routing = dataclasses.replace(BALANCED, top_k=1, renormalize=False)
+    layer = dataclasses.replace(LAYER, routing=routing)
     grads, updates = check(layer, 1e-5, bias=[0.0, 9.0, 0.0, 0.0, 0.0])
     np.testing.assert_array_equal(updates["expert_stats"]["load"], [0, 60, 0, 0, 0])
     idle = grads["gate_up"]["kernel"][jnp.array([0, 2, 3, 4])]
@@ -176,11 +171,11 @@ def test_state_of_a_step():
     layer = dataclasses.replace(LAYER, routing=BALANCED)
     variables = jax.jit(layer.init)(jax.random.key(0), X)
     assert sorted(variables) == ["expert_stats", "params"]
-    old = variables["expert_stats"]
-    assert not any(map(np.any, old.values()))
+    assert not any(map(np.any, variables["expert_stats"].values()))
 
     mutable = ["expert_stats", "losses"]
-    _, updates = jax.jit(functools.partial(layer.apply, mutable=mutable))(variables, X)
+    apply = jax.jit(functools.partial(layer.apply, mutable=mutable))
+    _, updates = apply(variables, X)
     new, losses = updates["expert_stats"], updates["losses"]
     logits = X.reshape(-1, D) @ variables["params"]["router"]["kernel"]
     routes = route(BALANCED, logits)
@@ -189,19 +184,14 @@ def test_state_of_a_step():
     assert losses["load_balance"][0] == pytest.approx(routes.load_balance_loss)
     assert losses["z"][0] == pytest.approx(routes.z_loss)
 
-    with pytest.raises(
-        ValueError, match=r"'\(root\)' balances .* 'expert_stats': pass"
-    ):
-        jax.eval_shape(
-            functools.partial(layer.apply, mutable=mutable),
-            {"params": variables["params"]},
-            X,
-        )
+    params = {"params": variables.pop("params")}
+    with pytest.raises(ValueError, match=r"'\(root\)' balances .* 'expert_stats': pas"):
+        jax.eval_shape(apply, params, X)
     layer_names.clear()
     with pytest.warns(UserWarning, match="'expert_stats' is immutable, so the bias"):
         jax.eval_shape(
             jax.grad(lambda params: jnp.sum(layer.apply({**variables, **params}, X))),
-            {"params": variables["params"]},
+            params,
         )
 
 
@@ -255,24 +245,16 @@ def test_frozen_experts_have_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    ("layer", "message"),
+    ("options", "message"),
     [
-        (
-            MoEMLP(Routing(E), F, dot_general=fp8_dot),
-            r"with a ragged_dot or None .*; got Fp8Dot",
-        ),
-        (
-            MoEMLP(Routing(E), F, dot_general=recipes.block),
-            r"FallbackDot.*, not the recipe itself",
-        ),
-        (MoEMLP(8, F), r"takes a Routing, .*; got 8"),
-        (
-            MoEMLP(Routing(8), F, expert_sharding="expert"),
-            r"takes an ExpertSharding, .*; got 'expert'",
-        ),
+        ({"dot_general": fp8_dot}, r"with a ragged_dot or None .*; got Fp8Dot"),
+        ({"dot_general": recipes.block}, r"FallbackDot.*, not the recipe itself"),
+        ({"routing": 8}, r"takes a Routing, .*; got 8"),
+        ({"expert_sharding": "expert"}, r"takes an ExpertSharding, .*; got 'expert'"),
     ],
 )
-def test_bad_options_are_named(layer, message):
+def test_bad_options_are_named(options, message):
+    layer = dataclasses.replace(LAYER, **options)
     with pytest.raises(TypeError, match=message):
         jax.eval_shape(layer.init, jax.random.key(0), X)
 
@@ -288,3 +270,114 @@ def test_a_scan_that_forgets_the_bias_of_experts_is_named():
     )
     with pytest.raises(ValueError, match=r"'moe' balances .* list it in variable_axes"):
         jax.eval_shape(layers().init, jax.random.key(0), X, None)
+
+
+DROPPING = Routing(E, scores="sigmoid", bias_update_rate=0.01, capacity_factor=0.9)
+
+
+def nnx_layer(routing=DROPPING, **options):
+    return fbq_jax.nnx.MoEMLP(D, routing, F, rngs=nnx.Rngs(0), **options)
+
+
+def grads_of(layer):
+    """Updates the layer, and adds its losses to that of its output."""
+
+    @nnx.jit
+    def step(layer, x):
+        def loss(layer):
+            y = layer(x)
+            return jnp.sum(y * y) + layer.load_balance_loss[...] + layer.z_loss[...]
+
+        return nnx.grad(loss)(layer)
+
+    return nnx.to_pure_dict(step(layer, X))
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, pytest.param(BLOCK, marks=pytest.mark.exhaustive)]
+)
+def test_a_step_of_nnx_is_that_of_linen(recipe):
+    layer = nnx_layer(recipe=recipe)
+    dot = None if recipe is None else fbq_jax.FallbackDot(recipe)
+    linen = fbq_jax.MoEMLP(DROPPING, F, dot_general=dot)
+    params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    state = jax.jit(linen.init)(jax.random.key(0), X)
+    assert jax.tree.map(jnp.shape, state["params"]) == jax.tree.map(jnp.shape, params)
+
+    @jax.jit
+    def step(params):
+        def loss(params):
+            y, updates = linen.apply(
+                {**state, "params": params}, X, mutable=["expert_stats", "losses"]
+            )
+            losses = jax.tree.leaves(updates["losses"])
+            return jnp.sum(y * y) + sum(losses), (updates["expert_stats"], losses)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    want, (stats, losses) = step(params)
+    got = grads_of(layer)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, want
+    )
+    got = nnx.to_pure_dict(nnx.state(layer, fbq_jax.nnx.ExpertStats))
+    jax.tree.map(np.testing.assert_array_equal, got, dict(stats))
+    assert got["dropped"] > 0
+    got = jax.tree.leaves(nnx.state(layer, fbq_jax.nnx.RouterLoss))
+    np.testing.assert_allclose(got, losses, rtol=1e-6)
+
+
+def test_evaluation_in_nnx_leaves_the_bias():
+    layer, call = nnx_layer(), nnx.jit(lambda layer, x: layer(x))
+    with fbq_jax.nnx.evaluation():
+        call(layer, X)
+    layer.eval()
+    call(layer, X)
+    for variable in jax.tree.leaves(
+        nnx.state(layer, (fbq_jax.nnx.ExpertStats, fbq_jax.nnx.RouterLoss))
+    ):
+        assert not np.any(variable)
+    layer_names.clear()
+    with pytest.warns(UserWarning, match="in evaluation mode, so the bias"):
+        nnx.eval_shape(nnx.grad(lambda layer: jnp.sum(layer(X))), layer)
+    layer.train()
+    call(layer, X)
+    assert np.any(layer.bias[...])
+
+
+class NnxModel(nnx.Module):
+    def __init__(self):
+        self.first = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+        self.moe = nnx_layer()
+
+    def __call__(self, x):
+        return self.moe(self.first(x))
+
+
+def test_rules_and_freeze_in_nnx():
+    model, rules = NnxModel(), {"first|moe/down": None, ".*": BLOCK}
+    by_kind = fbq_jax.nnx.quantize(model, rules, rngs=nnx.Rngs(1))
+    traced = fbq_jax.nnx.quantize(model, rules, X, rngs=nnx.Rngs(1))
+    for report in (by_kind, traced):
+        assert [p.parameter for p in report.products] == ["moe/gate_up/kernel"]
+        assert report.layers == {
+            "first": "first|moe/down",
+            "moe/down": "first|moe/down",
+            "moe/gate_up": ".*",
+        }
+    assert list(fbq_jax.nnx.fallback_stats(model)) == ["moe/gate_up"]
+
+    frozen = fbq_jax.nnx.freeze(model, X)
+    assert isinstance(frozen.moe.gate_up.dot_general, fbq_jax.nnx.FallbackDot)
+    assert frozen.moe.gate_up.dot_general.weight.get_value().mT.shape == (E, D, 2 * F)
+    assert len(jax.tree.leaves(nnx.state(frozen, nnx.Param))) == 4
+    model.eval()
+    call = nnx.jit(lambda model, x: model(x))
+    np.testing.assert_array_equal(call(frozen, X), call(model, X))
+
+
+def test_the_width_precedes_the_routing():
+    with pytest.raises(TypeError, match=f"takes a Routing, .*; got {D}"):
+        fbq_jax.nnx.MoEMLP(DROPPING, D, F, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"takes an ExpertSharding, .*; got 'expert'"):
+        fbq_jax.nnx.MoEMLP(D, DROPPING, F, rngs=nnx.Rngs(0), expert_sharding="expert")

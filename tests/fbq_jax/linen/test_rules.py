@@ -64,44 +64,44 @@ def test_report_lists_unused_rules_and_unmatched_layers():
     assert report.unmatched_layers == ("head",)
 
 
-@pytest.mark.parametrize("lift", [nn.remat, nn.jit])
-def test_a_lifted_function_is_no_layer(lift):
-    class Lifted(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return lift(lambda layer, x: layer(x))(nn.Dense(32, name="dense"), x)
-
-    _, report = fbq_jax.quantize(Lifted(), {".*": SMALL}, jax.random.key(0), X)
-    assert report.layers == {"dense": ".*"}
-    assert report.unmatched_layers == ()
+LIFTED_CALLS = {
+    "function": (nn.Dense, nn.remat(lambda layer, x: layer(x))),
+    "jitted layer": (nn.jit(nn.Dense), lambda layer, x: layer(x)),
+    "jitted function": (nn.Dense, nn.jit(lambda layer, x: layer(x))),
+}
 
 
-@pytest.mark.parametrize("in_own_method", [True, False])
-def test_jitted_layers_have_their_own_rules(in_own_method):
-    """Whether ``nn.jit`` wraps the layer or a function that calls it."""
-    call = (lambda layer, x: layer(x)) if in_own_method else nn.jit(lambda m, x: m(x))
-    kind = nn.jit(nn.Dense) if in_own_method else nn.Dense
+@pytest.mark.parametrize("name", LIFTED_CALLS)
+def test_layers_in_lifted_functions_have_their_own_rules(name):
+    """A lifted function is no layer, and leaves numbers to the names of others."""
+    kind, call = LIFTED_CALLS[name]
 
-    class Jitted(nn.Module):
+    class Model(nn.Module):
         op: object = None
 
         @nn.compact
         def __call__(self, x):
-            for name in ("first", "second", "third"):
-                x = call(kind(32, dot_general=self.op, name=name), x)
+            for layer in ("0", "second", "1"):
+                x = call(kind(32, dot_general=self.op, name=layer), x)
             return x
 
     rules, key = {"second": None, ".*": SMALL}, jax.random.key(0)
-    by_hand = Jitted(RulesDot(rules))
-    for model in (by_hand, fbq_jax.quantize(Jitted(), rules, key, X)[0]):
+    ruled, report = fbq_jax.quantize(Model(), rules, key, X)
+    assert report.layers == {"0": ".*", "second": "second", "1": ".*"}
+    assert report.unmatched_layers == ()
+    assert [p.parameter for p in report.products] == ["0/kernel", "1/kernel"]
+    for model in (Model(RulesDot(rules)), ruled):
         for _ in range(2):
             variables = model.init(key, X)
-            assert sorted(variables["fallback"]) == ["first", "third"]
+            assert sorted(variables["fallback"]) == ["0", "1"]
             _, state = model.apply(variables, X, mutable=["fallback"])
             assert [int(s.count) for s in fallback_stats(state).values()] == [1, 1]
 
 
 def test_paths_under_lifted_transforms():
+    """That of the root layer is empty."""
+    dot = RulesDot({"layers/mlp/up": SMALL, "": SMALL, ".*": None})
+
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
@@ -115,19 +115,15 @@ def test_paths_under_lifted_transforms():
             layers = nn.scan(nn.remat(Layer), axes, split_rngs=rngs, length=3)
             return layers(name="layers")(x, None)[0]
 
-    dot = RulesDot({"layers/mlp/up": SMALL, ".*": None})
     for _ in range(2):  # cached traces do not hide layers
         report = dot.report(Scanned(), jax.random.key(0), X)
         assert report.layers == {
             "layers/mlp/up": "layers/mlp/up",
             "layers/mlp/down": ".*",
         }
-    variables = jax.eval_shape(Scanned().init, jax.random.key(0), X)
-    assert fallback_stats(variables)["layers/mlp/up"].count.shape == (3,)
-
-
-def test_the_root_layer_has_an_empty_path():
-    layer = nn.Dense(8, dot_general=RulesDot({"": SMALL}))
+    stats = fallback_stats(jax.eval_shape(Scanned().init, jax.random.key(0), X))
+    assert {name: s.count.shape for name, s in stats.items()} == {"layers/mlp/up": (3,)}
+    layer = nn.Dense(8, dot_general=dot)
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
     assert list(fallback_stats(variables)) == ["(root)"]
 
@@ -139,18 +135,10 @@ def test_rules_are_a_value():
     assert dot != RulesDot(dict(reversed(RULES.items())), "aqt")
 
 
-def nnx_linear():
-    return nnx.Linear(32, 8, rngs=nnx.Rngs(0))
-
-
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
-        (
-            {"mlp/(": SMALL},
-            ValueError,
-            r"rule 'mlp/\(' is not a regular .* at position 4",
-        ),
+        ({"mlp/(": SMALL}, ValueError, r"'mlp/\(' is not a regular .* at position 4"),
         ({"mlp": "int8"}, TypeError, "rule 'mlp' takes a Recipe, .* got 'int8'"),
         ({7: SMALL}, TypeError, "pattern is a string; got 7"),
         (recipes.block, TypeError, r"rules are a mapping .*; got Recipe\("),
@@ -160,19 +148,36 @@ def test_bad_rules_are_named(rules, error, message):
     with pytest.raises(error, match=message):
         RulesDot(rules)
     with pytest.raises(error, match=message):
-        quantize(nnx_linear(), rules)
+        quantize(nnx.Linear(32, 8, rngs=nnx.Rngs(0)), rules)
 
 
-def test_unsupported_uses_are_named():
-    dot = RulesDot(RULES)
-    with pytest.raises(ValueError, match="by the path of the Linen layer"):
-        dot(X, X.T, (((1,), (0,)), ((), ())))
-    with pytest.raises(TypeError, match=r"takes a FallbackDot; got RulesDot\("):
-        GatedMLP(32, dot_general=dot).init(jax.random.key(0), X)
-    with pytest.raises(TypeError, match=r"FallbackDot.*, not the recipe itself"):
-        GatedMLP(32, dot_general=recipes.block).init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="is for parameters; keep the state"):
-        RulesDot(RULES, collection="params")
+RULED = RulesDot(RULES)
+
+
+RULED, KEY = RulesDot(RULES), jax.random.key(0)
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: RULED(X, X.T, MATMUL), ValueError, "by the path of the Linen layer"),
+        (
+            lambda: GatedMLP(32, dot_general=RULED).init(KEY, X),
+            TypeError,
+            r"takes a FallbackDot; got RulesDot\(",
+        ),
+        (
+            lambda: GatedMLP(32, dot_general=recipes.block).init(KEY, X),
+            TypeError,
+            r"FallbackDot.*, not the recipe itself",
+        ),
+        (lambda: RulesDot(RULES, "params"), ValueError, "is for parameters; keep the"),
+    ],
+)
+def test_unsupported_uses_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 class NnxMlp(nnx.Module):
@@ -200,11 +205,7 @@ def test_each_nnx_layer_gets_its_own_dot():
     model, rngs = NnxModel(nnx.Rngs(1)), nnx.Rngs(2)
     with pytest.warns(UserWarning, match="'mlp/up' keep no layer in float"):
         report = quantize(model, RULES, rngs=rngs)
-    assert report.layers == {
-        "head": "head",
-        "mlp/down": "mlp/down",
-        "mlp/up": "mlp/.*",
-    }
+    assert report.layers == {"head": "head", "mlp/down": "mlp/down", "mlp/up": "mlp/.*"}
     assert report.unused_rules == ("mlp/up",)
     assert report.unmatched_layers == ("probe",)
     nnx.jit(lambda model, x: model(x))(model, X)
@@ -262,17 +263,3 @@ def test_nnx_stacks_have_their_axis_first():
     with pytest.raises(ValueError, match=r"'up' .* \(32, 3, 48\), .* \(32, 48\): a st"):
         quantize(floats, {"down": None, "up": SMALL})
     assert fbq_jax.nnx.fallback_stats(floats) == {}
-
-
-def test_jitted_layers_leave_numbers_to_the_names_of_others():
-    class Numbered(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dot = RulesDot({".*": SMALL})
-            x = nn.jit(nn.Dense)(32, dot_general=dot, name="a")(x)
-            for name in "0", "1":
-                x = nn.Dense(32, dot_general=dot, name=name)(x)
-            return x
-
-    variables = Numbered().init(jax.random.key(0), X)
-    assert variables["fallback"].keys() == {"a", "0", "1"}

@@ -1,5 +1,8 @@
 """State and injection in Flax NNX, under each transformation."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,14 +11,17 @@ from flax import nnx
 
 from fbq_jax import Recipe, assert_live, recipes
 from fbq_jax.nnx import (
+    FallbackConv,
     FallbackDot,
+    FallbackEinsum,
     FallbackState,
     evaluation,
     fallback_stats,
+    freeze,
     name_layers,
     quantize,
 )
-from tests.marks import with_first_fast
+from tests import oracle
 
 RECIPE = Recipe(block=32)
 X = jax.random.normal(jax.random.key(0), (128, 64))
@@ -62,34 +68,10 @@ def test_jit_and_grad_move_the_state_of_each_layer():
     assert model.up.dot_general.seed[...] != model.down.dot_general.seed[...]
 
 
-def bound_step(model):
-    """A step whose calls do not walk through the model."""
-    return nnx.cached_partial(train_step, model)
-
-
-def split_step(model):
-    """A step of a pure function; it copies the state into the model."""
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def pure(state, x):
-        merged = nnx.merge(graphdef, state)
-        value = train_step(merged, x)
-        return nnx.state(merged), value
-
-    def step(x):
-        nonlocal state
-        state, value = pure(state, x)
-        nnx.update(model, state)
-        return value
-
-    return step
-
-
-@pytest.mark.parametrize("faster", with_first_fast([bound_step, split_step]))
-def test_faster_steps_compute_the_same(faster):
+def test_faster_steps_compute_the_same():
+    """Their calls do not walk through the model."""
     model, expected = Mlp(nnx.Rngs(1)), Mlp(nnx.Rngs(1))
-    step = faster(model)
+    step = nnx.cached_partial(train_step, model)
     for _ in range(2):
         assert step(X) == train_step(expected, X)
     assert fallback_stats(model)["up"].count == 2
@@ -118,27 +100,19 @@ def test_evaluation_freezes_what_runs_inside():
 
 
 def test_remat_updates_once_and_gives_the_same_gradients():
-    def gradients(remat):
+    def gradients(call):
         model = Mlp(nnx.Rngs(1))
+        loss = nnx.grad(lambda model: jnp.sum(call(model, X) ** 2))
+        grads = nnx.jit(loss)(model)
+        assert fallback_stats(model)["up"].count == 1
+        return grads
 
-        def loss(model):
-            call = nnx.remat(Mlp.__call__) if remat else Mlp.__call__
-            return jnp.sum(call(model, X) ** 2)
-
-        grads = nnx.jit(nnx.grad(loss))(model)
-        return jax.tree.leaves(grads), fallback_stats(model)["up"].count
-
-    (plain, count), (remat, remat_count) = gradients(False), gradients(True)
-    assert count == remat_count == 1
-    for a, b in zip(plain, remat, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    plain, remat = map(gradients, (Mlp.__call__, nnx.remat(Mlp.__call__)))
+    chex.assert_trees_all_close(plain, remat, rtol=1e-4, atol=1e-5)
 
 
 def test_scan_over_layers():
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def build(rngs):
-        return Mlp(rngs)
+    build = nnx.split_rngs(splits=2)(nnx.vmap(Mlp, in_axes=0, out_axes=0))
 
     @nnx.jit
     def scan(layers, x):
@@ -167,13 +141,6 @@ def test_transformations_of_jax_keep_the_state_inside():
     np.testing.assert_array_equal(call(model, X), expected(model, X))
 
 
-def test_a_shared_instance_is_named():
-    model = Mlp(nnx.Rngs(1))
-    model.down.dot_general = model.up.dot_general
-    with pytest.raises(ValueError, match=r"layers '.*' and '.*' share one FallbackDot"):
-        fallback_stats(model)
-
-
 def test_bad_options_are_named():
     with pytest.raises(TypeError, match="takes a Recipe"):
         FallbackDot("fallback")
@@ -189,13 +156,42 @@ def test_each_dot_of_a_module_is_listed():
     assert set(fallback_stats(Two())) == {"a", "b"}
 
 
+def einsums(rngs):
+    """Two layers, and the name of their op."""
+    up = nnx.Einsum("ebd,edf->ebf", (2, 64, 24), (2, 24), rngs=rngs)
+    return up, nnx.Einsum("ebf,efd->ebd", (2, 24, 64), rngs=rngs), "einsum_op"
+
+
+def convolutions(rngs):
+    conv = functools.partial(nnx.Conv, dtype=jnp.bfloat16, rngs=rngs)
+    deep = conv(8, 8, (3, 3), feature_group_count=2)
+    return conv(64, 8, (2, 2), 2), deep, "conv_general_dilated"
+
+
 @pytest.mark.exhaustive
-def test_attention_with_a_dot_for_each_projection():
-    model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
-    for layer in (model.query, model.key, model.value, model.out):
-        layer.dot_general = nnx.data(FallbackDot(RECIPE))
-    forward(model, X.reshape(2, 64, 64))
+@pytest.mark.parametrize(
+    ("make", "kind"), [(einsums, FallbackEinsum), (convolutions, FallbackConv)]
+)
+def test_einsums_and_convolutions_keep_their_state(make, kind):
+    x = X.reshape(2, 8, 8, 64) if kind is FallbackConv else X.reshape(2, 64, 64)
+    up, down, op = make(nnx.Rngs(0))
+    model, floats = nnx.Sequential(up, down), nnx.Sequential(*make(nnx.Rngs(0))[:2])
+    report = quantize(model, {".*": RECIPE}, rngs=nnx.Rngs(1))
+    assert report.layers == {"layers/0": ".*", "layers/1": ".*"}
+    assert isinstance(getattr(up, op), kind)
+    forward(model, x)
     stats = fallback_stats(model)
-    assert {name: int(s.count) for name, s in stats.items()} == dict.fromkeys(
-        ("query", "key", "value", "out"), 1
-    )
+    assert [int(s.count) for s in stats.values()] == [1, 1]
+    frozen = freeze(model, x)
+    model.eval()
+    y, exact = forward(model, x), floats(x)
+    np.testing.assert_array_equal(forward(frozen, x), y)
+    assert 1e-4 < oracle.relative(y, exact) < 0.03
+
+    setattr(down, op, getattr(up, op))
+    with pytest.raises(
+        ValueError, match=f"'layers/0' and 'layers/1' share one {kind.__name__}"
+    ):
+        fallback_stats(model)
+    quantize(model, {".*": None})
+    np.testing.assert_array_equal(model(x), exact)

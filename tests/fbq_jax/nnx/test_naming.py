@@ -21,7 +21,7 @@ from fbq_jax.nnx import (
 )
 from fbq_jax.sharding import layer_names
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
-from tests.marks import with_first_fast
+from tests.marks import rows_with_first_fast
 
 pytestmark = pytest.mark.usefixtures("every_cause_warns")
 RECIPE = Recipe(block=32)
@@ -30,39 +30,30 @@ HINT = r" \(fbq_jax.nnx.name_layers gives layers their paths\)"
 
 
 class Block(nnx.Module):
-    def __init__(self, rngs, dot=None):
-        options = {"rngs": rngs} if dot is None else {"rngs": rngs, "dot_general": dot}
-        self.up = nnx.Linear(128, 128, use_bias=False, **options)
+    def __init__(self, rngs, dot):
+        self.up = nnx.Linear(128, 128, use_bias=False, dot_general=dot, rngs=rngs)
 
     def __call__(self, x):
         return self.up(x)
 
 
-class Model(nnx.Module):
-    """One block, a block with remat, or two stacked blocks."""
-
-    def __init__(self, kind, dot=None):
-        self.kind = kind
-        if kind == "scan":
-            build = nnx.vmap(lambda rngs: Block(rngs, FallbackDot(RECIPE, rngs=rngs)))
-            self.block = nnx.split_rngs(splits=2)(build)(nnx.Rngs(0))
-        else:
-            self.block = Block(nnx.Rngs(0), dot)
-
-    def __call__(self, x):
-        if self.kind == "scan":
-            scanned = nnx.scan(
-                lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-            )
-            return scanned(x, self.block)
-        call = nnx.remat(Block.__call__) if self.kind == "remat" else Block.__call__
-        return call(self.block, x)
-
-
-def warning_of_a_step(model, scope=""):
-    """The one warning of a gradient step with 16 rows of each kernel a device."""
-    rows = P(None, "fsdp") if model.block.up.kernel.ndim == 3 else P("fsdp")
-    sharding = NamedSharding(mesh_of(fsdp=8), rows)
+@needs_devices
+@pytest.mark.parametrize(
+    ("scope", "named", "name"),
+    rows_with_first_fast(
+        [
+            ("", False, rf"nnx.FallbackDot with a kernel \[128, 128\]{HINT}"),
+            ("encoder", False, rf"encoder/nnx.FallbackDot with a ke.* 128\]{HINT}"),
+            ("", True, "block/up"),
+        ]
+    ),
+)
+def test_a_misaligned_weight_gives_one_warning_with_its_layer(scope, named, name):
+    """By its kernel and scope, or by its path; with 16 rows of the kernel a device."""
+    model = nnx.Dict(block=Block(nnx.Rngs(0), FallbackDot(RECIPE, rngs=nnx.Rngs(1))))
+    if named:
+        name_layers(model)
+    sharding = NamedSharding(mesh_of(fsdp=8), P("fsdp"))
     graphdef, params, state = nnx.split(model, nnx.Param, ...)
     params = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), params
@@ -70,35 +61,13 @@ def warning_of_a_step(model, scope=""):
 
     def loss(params, state, x):
         with jax.named_scope(scope):
-            return nnx.merge(graphdef, params, state, copy=True)(x).sum()
+            return nnx.merge(graphdef, params, state, copy=True).block(x).sum()
 
     step = jax.jit(jax.grad(loss), out_shardings=sharding)
     with warnings.catch_warnings(record=True, action="always") as caught:
         step.lower(params, state, X).compile()
     (warning,) = caught
-    return str(warning.message)
-
-
-@pytest.mark.exhaustive  # sharding/test_layer_names.py has Linen's
-@needs_devices
-@pytest.mark.parametrize("kind", with_first_fast(["scan", "plain", "remat"]))
-def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
-    model = Model(kind)
-    if kind == "scan":
-        name_layers(model)
-    else:
-        quantize(model, {".*": RECIPE}, rngs=nnx.Rngs(1))
-    assert re.match("block/up: axis . of .* over fsdp=8", warning_of_a_step(model))
-
-
-@needs_devices
-@pytest.mark.parametrize("scope", with_first_fast(["", "encoder"]))
-def test_a_layer_without_a_path_is_known_by_its_kernel_and_its_scope(scope):
-    dot = FallbackDot(RECIPE, rngs=nnx.Rngs(1))
-    warning = warning_of_a_step(Model("plain", dot), scope)
-    layer = r"nnx.FallbackDot with a kernel \[128, 128\]"
-    outer = f"{scope}/" if scope else ""
-    assert re.match(f"{outer}{layer}{HINT}: axis . of", warning)
+    assert re.match(f"{name}: axis . of .* over fsdp=8", str(warning.message))
 
 
 def current_name(function, *args):

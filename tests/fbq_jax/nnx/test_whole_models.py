@@ -56,19 +56,13 @@ class Model(nnx.Module):
         return self.head(x) if train else x
 
 
-def test_rules_apply_without_jit():
-    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    with jax.disable_jit():
-        report = quantize(model, {".*": SMALL}, jnp.ones((2, 8)), rngs=nnx.Rngs(1))
-    assert [p.parameter for p in report.products] == ["layers/0/kernel"]
-    assert isinstance(model.layers[0].dot_general, fbq_jax.nnx.FallbackDot)
-
-
-def test_a_traced_report_is_complete():
+@pytest.mark.parametrize("args", [(TOKENS,), ()], ids=["traced", "by kind"])
+def test_a_report_is_complete(args):
     model = Model(nnx.Rngs(0))
     rules = {"head": None, "layers/.*": SMALL, "up": None}
+    options = {"train": True} if args else {}
     with pytest.warns(UserWarning, match="'up' keep no layer in float"):
-        report = quantize(model, rules, TOKENS, train=True, rngs=nnx.Rngs(1))
+        report = quantize(model, rules, *args, **options, rngs=nnx.Rngs(1))
     assert [(p.parameter, p.layer, p.rule) for p in report.products] == [
         ("layers/0/w", "layers/0", "layers/.*"),
         ("layers/2/kernel", "layers/2", "layers/.*"),
@@ -91,22 +85,13 @@ def test_rules_that_quantize_nothing_warn():
         assert caught[0].filename == __file__
 
 
-def test_a_report_without_a_trace_goes_by_the_kinds_of_layers():
-    model = Model(nnx.Rngs(0))
-    report = quantize(model, {"head": None, ".*": recipes.block})
-    assert [p.parameter for p in report.products] == ["layers/0/w", "layers/2/kernel"]
-    assert {p.parameter: p.reason for p in report.float_parameters} == {
-        "embed/embedding": WITHOUT_OP,
-        "layers/1/w": WITHOUT_OP,
-        "head/kernel": "rule 'head'",
-    }
-
-
-def test_a_kernel_of_one_axis_is_reported_without_a_trace():
+def test_a_kernel_of_one_axis_is_reported_without_a_trace_and_without_jit():
     init = nnx.initializers.ones
     layer = nnx.Einsum("td,d->t", (64,), rngs=nnx.Rngs(0), kernel_init=init)
-    report = quantize(layer, {".*": SMALL}, rngs=nnx.Rngs(1))
-    assert [p.parameter for p in report.products] == ["kernel"]
+    for args in (), (jnp.ones((2, 64)),):
+        with jax.disable_jit():
+            report = quantize(layer, {".*": SMALL}, *args, rngs=nnx.Rngs(1))
+        assert [p.parameter for p in report.products] == ["kernel"]
 
 
 def test_a_block_with_an_int8_data_flow_takes_no_rule():
@@ -169,16 +154,6 @@ def test_same_bits_as_injection_by_hand():
         "layers/0": 2,
         "layers/2": 2,
     }
-
-
-def test_rules_can_be_applied_again():
-    model = Model(nnx.Rngs(0))
-    quantize(model, {"layers/.*": SMALL})
-    report = quantize(model, {"layers/0": recipes.block, ".*": None})
-    assert list(fbq_jax.nnx.fallback_stats(model)) == ["layers/0"]
-    assert model.layers[0].dot_general.recipe == recipes.block
-    assert model.layers[2].dot_general is lax.dot_general
-    assert report.unused_rules == ()
 
 
 class Depthwise(nnx.Module):

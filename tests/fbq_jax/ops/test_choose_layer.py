@@ -14,7 +14,11 @@ from fbq_jax.kernels.speed_map import SpeedMap
 from fbq_jax.ops.backends import Mosaic, Triton
 
 SLOWER = {(64, 64, 64): 0.5, (4096, 64, 64): 2.0}
-FAST, SLOW = (4096, 64, 64), (512, 64, 64)  # 512 lies between 64 and 4096 in logarithms
+SMALL, FAST, SLOW = (
+    (64, 64, 64),
+    (4096, 64, 64),
+    (512, 64, 64),
+)  # 512 lies between 64 and 4096 in logarithms
 
 
 @pytest.fixture
@@ -32,18 +36,32 @@ def gpu(tmp_path, monkeypatch):
     return device
 
 
+PREDICTS = "the map of Some GPU predicts {} times bf16's speed"
+LEFT = "; Recipe(where_slower='float') would leave the layer in float"
+FLOAT = dataclasses.replace(recipes.fallback, where_slower="float")
+OTHER = Recipe(target_rate=(0.0, 0.5), criterion="l1")
+
+
 @pytest.mark.usefixtures("gpu")
-def test_the_map_decides_where_the_recipe_leaves_it_the_choice():
-    asked = dataclasses.replace(recipes.fallback, where_slower="float")
-    choice = dispatch.choose_layer(asked, (64, 64, 64))
-    assert (choice.quantized, choice.speedup) == (False, 0.5)
-    assert choice.reason == (
-        "the map of Some GPU predicts 0.50 times bf16's speed, and where_slower='float'"
-    )
-    choice = dispatch.choose_layer(asked, FAST)
-    assert (choice.quantized, choice.speedup) == (True, 2.0)
-    assert choice.reason == "the map of Some GPU predicts 2.00 times bf16's speed"
-    assert dispatch.choose_layer(asked, SLOW).speedup == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "quantized", "speedup", "more"),
+    [
+        (FLOAT, SMALL, False, "0.50", ", and where_slower='float'"),
+        (FLOAT, FAST, True, "2.00", ""),
+        (FLOAT, SLOW, True, "1.00", ""),
+        (recipes.fallback, SMALL, True, "0.50", LEFT),
+        # Recipes without fallback are predicted by block.
+        (recipes.block, SMALL, True, "1.00", ""),
+        (OTHER, SMALL, True, "0.50", LEFT),
+    ],
+)
+def test_the_map_decides_where_the_recipe_leaves_it_the_choice(
+    recipe, sizes, quantized, speedup, more
+):
+    choice = dispatch.choose_layer(recipe, sizes)
+    assert choice.quantized == quantized
+    assert choice.speedup == pytest.approx(float(speedup))
+    assert choice.reason == PREDICTS.format(speedup) + more
 
 
 @pytest.mark.parametrize(
@@ -64,23 +82,6 @@ def test_a_map_predicts_for_numbers_only():
     sizes = export.symbolic_shape("b*s, 64, 64")
     with pytest.raises(ValueError, match=r"size b\*s of a layer is .*'quantize'"):
         dispatch.choose_layer(recipes.fallback, sizes)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_without_the_option_a_slower_layer_is_quantized_and_the_reason_says_so():
-    choice = dispatch.choose_layer(recipes.fallback, (64, 64, 64))
-    assert (choice.quantized, choice.speedup) == (True, 0.5)
-    assert choice.reason == (
-        "the map of Some GPU predicts 0.50 times bf16's speed; "
-        "Recipe(where_slower='float') would leave the layer in float"
-    )
-
-
-@pytest.mark.usefixtures("gpu")
-def test_recipes_without_fallback_are_predicted_by_block():
-    assert dispatch.choose_layer(recipes.block, (64, 64, 64)).speedup == 1.0
-    other = Recipe(target_rate=(0.0, 0.5), criterion="l1")
-    assert dispatch.choose_layer(other, (64, 64, 64)).speedup == 0.5
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import re
 import types
-import warnings
 
 import flax.nnx
 import jax
@@ -29,8 +28,10 @@ from fbq_jax.ops.dispatch import Request
 from fbq_jax.sharding import layer_names
 from fbq_jax.sharding.layer_names import layer_name
 
+pytestmark = pytest.mark.usefixtures("every_cause_warns")
 MATMUL = (((1,), (0,)), ((), ()))
 BLOCKS = (128, 128, 128)
+REFERENCE = "reference", "reference"
 X, SEEDS = jnp.ones((1, 4, 4)), jnp.zeros(1, jnp.uint32)
 IN_BLOCKS = {"rowwise": Layout("nearest", (32, 32)), "colwise": None}
 
@@ -58,48 +59,46 @@ def test_without_a_gpu_the_reference_runs_and_the_reason_says_why():
     )
 
 
+FIRST, NO_HOPPER = "the first choice", "not mosaic: it needs a Hopper GPU"
+OTHER_SIDES = "sides of 128 or 256, not 64"
 FLOAT8 = {"codes": "float8_e4m3fn"}
-# Capability, sides, op, implementation and reason.
-CHOICES = [
-    ("9.0", BLOCKS, "matmul", "mosaic", "the first choice"),
-    ("9.0", (128, 64, 128), "matmul", "triton", "sides of 128 or 256, not 64"),
-    ("9.0", (64, 64), "quantize", "mosaic", "the first choice"),
-    ("9.0", (), "matmul", "mosaic", "the first choice"),
-    ("8.0", (), "quantize", "triton", "not mosaic: it needs a Hopper GPU"),
-    ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
-    ("9.0", (1, 64, 1), "matmul", "triton", "sides of 128 or 256, not 64"),
-    ("8.0", (1, 128, 1), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-    ("9.0", (1, 64, 64, 1), "quantize", "mosaic", "the first choice"),
-    ("8.9", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-    ("10.0", BLOCKS, "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-    ("7.5", BLOCKS, "matmul", "reference", "compute capability 8.0"),
-    ("gfx90a", BLOCKS, "matmul", "reference", "an NVIDIA GPU"),
-    ("8.0", (7, 100), "quantize", "reference", "not 7 and 100$"),
-]
-FLOAT8_CHOICES = [
-    ("8.9", (128, 128), "quantize", "triton", "not mosaic: it needs a Hopper GPU"),
-    ("9.0", (1, 32, 32, 1), "quantize", "mosaic", "the first choice"),
-    ("8.9", (1, 128, 128), "matmul", "triton", "not mosaic: it needs a Hopper GPU"),
-    ("9.0", (1, 128, 128), "matmul", "mosaic", "the first choice"),
-    ("9.0", (1, 64, 64), "matmul", "triton", "sides of 128 or 256, not 64"),
-    ("8.6", (1, 128, 128), "matmul", "reference", "not triton: FP8 codes need a G"),
-    ("8.0", (1, 128), "quantize", "reference", "capability 8.9 or above"),
-]
 
 
 @pytest.mark.parametrize(
-    ("capability", "sides", "op", "implementation", "reason", "options"),
+    ("capability", "sides", "op", "implementation", "backend", "reason", "options"),
     [
-        *[(*row, {}) for row in CHOICES],
-        *[(*row, FLOAT8) for row in FLOAT8_CHOICES],
+        ("9.0", BLOCKS, "matmul", "mosaic", "mosaic", FIRST, {}),
+        ("9.0", BLOCKS, "contract", "mosaic", "mosaic", FIRST, {}),
+        ("9.0", (128, 64, 128), "matmul", "triton", "triton", OTHER_SIDES, {}),
+        ("9.0", (64, 64), "quantize", "mosaic", "triton", FIRST, {}),
+        ("9.0", (), "quantize", "mosaic", "triton", FIRST, {}),
+        ("9.0", (), "matmul", "mosaic", "xla", FIRST, {}),
+        ("8.0", (), "quantize", "triton", "triton", NO_HOPPER, {}),
+        ("9.0", (1, 128, 128), "matmul", "mosaic", "mosaic", FIRST, {}),
+        ("9.0", (1, 64, 1), "matmul", "triton", "triton", OTHER_SIDES, {}),
+        ("8.0", (1, 128, 1), "matmul", "triton", "triton", NO_HOPPER, {}),
+        ("9.0", (1, 64, 64, 1), "quantize", "mosaic", "triton", FIRST, {}),
+        ("8.9", BLOCKS, "matmul", "triton", "triton", NO_HOPPER, {}),
+        ("10.0", BLOCKS, "matmul", "triton", "triton", NO_HOPPER, {}),
+        ("7.5", BLOCKS, "matmul", *REFERENCE, "compute capability 8.0", {}),
+        ("gfx90a", BLOCKS, "matmul", *REFERENCE, "an NVIDIA GPU", {}),
+        ("8.0", (7, 100), "quantize", *REFERENCE, "not 7 and 100$", {}),
+        ("8.9", (128, 128), "quantize", "triton", "triton", NO_HOPPER, FLOAT8),
+        ("9.0", (1, 32, 32, 1), "quantize", "mosaic", "triton", FIRST, FLOAT8),
+        ("8.9", (1, 128, 128), "matmul", "triton", "triton", NO_HOPPER, FLOAT8),
+        ("9.0", (1, 128, 128), "matmul", "mosaic", "mosaic", FIRST, FLOAT8),
+        ("9.0", (1, 64, 64), "matmul", "triton", "triton", OTHER_SIDES, FLOAT8),
+        ("8.6", (1, 128, 128), "matmul", *REFERENCE, "triton: FP8 codes need", FLOAT8),
+        ("8.0", (1, 128), "quantize", *REFERENCE, "capability 8.9 or above", FLOAT8),
     ],
 )
 def test_the_choice_depends_on_device_blocks_and_codes(
-    on_gpu, capability, sides, op, implementation, reason, options
+    on_gpu, capability, sides, op, implementation, backend, reason, options
 ):
+    """``mosaic`` has only the GEMM in Mosaic."""
     on_gpu(capability)
     choice = dispatch.choose(op, sides, **options)
-    assert choice.implementation == implementation
+    assert (choice.implementation, choice.backend) == (implementation, backend)
     assert re.search(reason, choice.reason)
 
 
@@ -111,15 +110,9 @@ def warn(request, implementation=None):
 
 def test_fp8_codes_without_a_kernel_warn_and_a_requested_kernel_is_an_error(on_gpu):
     on_gpu("8.0")
-    layer_names.clear()
-    quantize = functools.partial(
-        ops.quantize,
-        X,
-        SEEDS,
-        rowwise=Layout("nearest", (1, 32)),
-        colwise=None,
-        dtype="float8_e4m3fn",
-    )
+    layout = Layout("nearest", (1, 32))
+    options = {"rowwise": layout, "colwise": None, "dtype": "float8_e4m3fn"}
+    quantize = functools.partial(ops.quantize, X, SEEDS, **options)
     match = "^quantize, matmul, .* run as .* slower on this GPU.*: FP8 codes"
     with pytest.warns(UserWarning, match=match):
         codes = jax.eval_shape(lambda: quantize().rowwise)
@@ -130,12 +123,28 @@ def test_fp8_codes_without_a_kernel_warn_and_a_requested_kernel_is_an_error(on_g
         jax.eval_shape(lambda codes: multiply(codes, codes), codes)
 
 
-def test_fp8_codes_on_a_tpu_warn_and_name_no_op_without_them(monkeypatch):
-    monkeypatch.setattr(layer_names, "_warned", {})
+@pytest.mark.parametrize(
+    ("kind", "request_", "message"),
+    [
+        (
+            "TPU v5 lite",
+            Request("quantize", (128, 128), **FLOAT8),
+            r"^quantize, matmul.* run as .*: not tpu: it has no kernel for FP8 codes$",
+        ),
+        ("TPU v6 lite", Request("matmul", (128,) * 3), r"replace\(recipe, block=256\)"),
+        ("TPU v6 lite", Request("matmul", (256,) * 3), None),
+        ("TPU v5 lite", Request("matmul", (128,) * 3), None),
+    ],
+)
+def test_what_does_not_suit_a_tpu_warns_once(monkeypatch, kind, request_, message):
+    """FP8 codes, which name no op without them, and small blocks."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    match = r"^quantize, matmul.* run as .*: not tpu: it has no kernel for FP8 codes$"
-    with pytest.warns(UserWarning, match=match):
-        warn(Request("quantize", (128, 128), **FLOAT8))
+    device = types.SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    if message is not None:
+        with pytest.warns(UserWarning, match=message):
+            warn(request_)
+    warn(request_)
 
 
 def test_an_old_jax_multiplies_by_triton_and_the_reason_says_why(on_gpu, monkeypatch):
@@ -157,7 +166,6 @@ def test_without_triton_the_reason_says_what_to_install(on_gpu):
 def test_one_reason_for_the_slow_reference_gives_one_warning(on_gpu):
     """It names the layer and every op that the reason applies to."""
     on_gpu("7.5")
-    layer_names.clear()
     every = "encoder/up: quantize, matmul, contract, move_threshold"
     with (
         layer_name("encoder/up"),
@@ -239,56 +247,37 @@ def test_an_unknown_op_is_named():
         dispatch.choose("matmull", BLOCKS)
 
 
-def test_a_choice_names_the_backend_that_computes_the_op(on_gpu):
-    """The implementation ``mosaic`` has only the GEMM in Mosaic."""
+@pytest.mark.parametrize(
+    ("sides", "width", "most_rows", "why"),
+    [
+        ((64, 128), 256, 256, None),
+        ((64, 128), 256, 128, None),
+        ((64, 128), 200, 256, "rows of 200"),
+        ((64, 64), 256, 256, "64 w"),
+        # The gradient of a gate takes blocks of fewer rows than a norm or a gate.
+        ((256, 128), 256, 256, None),
+        ((256, 128), 256, 128, "up to 128 .* 256 rows"),
+    ],
+)
+def test_two_passes_warn_once_unless_they_were_asked_for(
+    on_gpu, sides, width, most_rows, why
+):
     on_gpu("9.0")
-
-    def backend(op, sides, implementation=None):
-        return dispatch.choose(op, sides, implementation=implementation).backend
-
-    assert backend("matmul", BLOCKS) == "mosaic"
-    assert backend("matmul", BLOCKS, "triton") == "triton"
-    assert backend("matmul", ()) == "xla"
-    assert backend("quantize", (128, 128)) == "triton"
-    assert backend("quantize", ()) == "triton"
-    assert backend("contract", BLOCKS) == "mosaic"
-
-
-@pytest.mark.parametrize("most_rows", [256, 128])
-def test_a_reason_says_where_one_pass_becomes_two(on_gpu, most_rows):
-    """The gradient of a gate takes blocks of fewer rows than a norm or a gate."""
-    on_gpu("9.0")
-
-    def choose(sides, width):
-        request = Request("quantize", sides, packs=(width, most_rows))
-        return dispatch.choose_for(request, None)
-
-    first = "the first choice on this device"
-    assert choose((64, 128), 256).reason == first
-    assert dispatch.choose("quantize", (64, 128), width=256).reason == first
-    two_passes = [((64, 128), 200, "rows of 200"), ((64, 64), 256, "64 w")]
-    if most_rows == 128:
-        two_passes.append(((256, 128), 256, "up to 128 .* 256 rows"))
-    for sides, width, why in two_passes:
-        choice = choose(sides, width)
-        assert choice.implementation == "mosaic"
-        assert re.search(f"not in one pass, .*{why}", choice.reason)
-
-
-def test_two_passes_warn_once_unless_they_were_asked_for(monkeypatch, on_gpu):
-    monkeypatch.setattr(layer_names, "_warned", {})
-    on_gpu("9.0")
-
-    def request(width):
-        return Request("quantize", (64, 128), packs=(width, 256))
-
-    warn(request(256))
+    request = Request("quantize", sides, packs=(width, most_rows))
     for name in ("triton", "reference"):
-        warn(request(200), name)
-    text = r"^mlp: quantize takes more time; .* rows of 200"
+        warn(request, name)
+    choice = dispatch.choose_for(request, None)
+    assert choice.implementation == "mosaic"
+    if why is None:
+        assert choice.reason == "the first choice on this device"
+        assert dispatch.choose("quantize", sides, width=width) == choice
+        warn(request)
+        return
+    assert re.search(f"not in one pass, .*{why}", choice.reason)
+    text = f"^mlp: quantize takes more time; .* {why}"
     with pytest.warns(UserWarning, match=text), layer_name("mlp"):
-        warn(request(200))
-    warn(request(200))
+        warn(request)
+    warn(request)
 
 
 @pytest.mark.parametrize("name", ["fallback", "row_block_lhs"])
@@ -309,25 +298,3 @@ def test_the_width_is_that_of_a_norm_or_of_a_gate(monkeypatch, name):
 
     jax.eval_shape(jax.grad(loss), params, variables)
     assert packs == {None, (72, 256), (96, 256), (96, 128)}
-
-
-@pytest.mark.parametrize(
-    ("kind", "side", "warns"),
-    [
-        ("TPU v6 lite", 128, True),
-        ("TPU v6 lite", 256, False),
-        ("TPU v5 lite", 128, False),
-    ],
-)
-def test_blocks_that_do_not_suit_a_tpu_warn_once(monkeypatch, kind, side, warns):
-    monkeypatch.setattr(layer_names, "_warned", {})
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    device = types.SimpleNamespace(device_kind=kind)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    request = Request("matmul", (side,) * 3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            warn(request)
-    assert len(caught) == warns
-    assert all("replace(recipe, block=256)" in str(w.message) for w in caught)

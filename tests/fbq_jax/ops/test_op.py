@@ -61,53 +61,40 @@ def layouts(rowwise, colwise=None, criterion=None):
 
 
 BLOCKS = layouts((32, 32), (32, 32))
+
 FUSED = layouts((32, 128), (32, 128))
 FALLBACK = layouts((32, 128), None, "absmax")
+SMALL_FALLBACK = layouts((32, 32), None, "absmax")
+FUSED_ROWS = layouts((1, 128), (32, 1))
+SUMS = BLOCKS | {"rowwise": Layout("nearest", (32, 32), sums=True)}
+ROWS = 40 * ONE
+
+
+def quantize_call(source, options, theta=None):
+    return "quantize", (source, SEEDS, theta), options
+
 
 # The op of each call, its operands and its options.
 CALLS = {
-    "blocks": ("quantize", (Matrix(X), SEEDS, None), BLOCKS),
-    "sums": (
-        "quantize",
-        (Matrix(X), SEEDS, None),
-        BLOCKS | {"rowwise": Layout("nearest", (32, 32), sums=True)},
+    "blocks": quantize_call(Matrix(X), BLOCKS),
+    "sums": quantize_call(Matrix(X), SUMS),
+    "vectors": quantize_call(Matrix(X), layouts((1, None), (None, 1))),
+    "tensor": quantize_call(Matrix(X), layouts((None, None))),
+    "row blocks": quantize_call(Matrix(X), layouts((1, 32), (32, 1))),
+    "fallback": quantize_call(Matrix(X), SMALL_FALLBACK, THETA),
+    "norm": quantize_call(Norm(X, X[:, 0], 1e-5, 10), FALLBACK, THETA),
+    "norm, row blocks": quantize_call(Norm(X, X[:, 0], 1e-5, 10), FUSED_ROWS),
+    "gate": quantize_call(Gate(GATED, None, 10), FALLBACK, THETA),
+    "gate, row blocks": quantize_call(Gate(GATED, None, 10), FUSED_ROWS),
+    "gate's gradient": quantize_call(GateGrad(X, PACKED, None, 10), FUSED),
+    "gate's gradient of rows": quantize_call(
+        GateGrad(X, PACKED, ROWS, 10, interleaved=False), FUSED
     ),
-    "vectors": ("quantize", (Matrix(X), SEEDS, None), layouts((1, None), (None, 1))),
-    "tensor": ("quantize", (Matrix(X), SEEDS, None), layouts((None, None))),
-    "row blocks": ("quantize", (Matrix(X), SEEDS, None), layouts((1, 32), (32, 1))),
-    "fallback": (
-        "quantize",
-        (Matrix(X), SEEDS, THETA),
-        layouts((32, 32), None, "absmax"),
+    "gate of rows": quantize_call(
+        Gate(GATED, ROWS, 10, interleaved=False), FALLBACK, THETA
     ),
-    "norm": ("quantize", (Norm(X, X[:, 0], 1e-5, 10), SEEDS, THETA), FALLBACK),
-    "norm, row blocks": (
-        "quantize",
-        (Norm(X, X[:, 0], 1e-5, 10), SEEDS, None),
-        layouts((1, 128), (32, 1)),
-    ),
-    "gate": ("quantize", (Gate(GATED, None, 10), SEEDS, THETA), FALLBACK),
-    "gate, row blocks": (
-        "quantize",
-        (Gate(GATED, None, 10), SEEDS, None),
-        layouts((1, 128), (32, 1)),
-    ),
-    "gate's gradient": (
-        "quantize",
-        (GateGrad(X, PACKED, None, 10), SEEDS, None),
-        FUSED,
-    ),
-    "gate's gradient of rows": (
-        "quantize",
-        (GateGrad(X, PACKED, 40 * ONE, 10, interleaved=False), SEEDS, None),
-        FUSED,
-    ),
-    "tiles": ("quantize", (TILES, SEEDS, None), BLOCKS),
-    "tiles, fallback": (
-        "quantize",
-        (TILES, SEEDS, THETA),
-        layouts((32, 32), None, "absmax"),
-    ),
+    "tiles": quantize_call(TILES, BLOCKS),
+    "tiles, fallback": quantize_call(TILES, SMALL_FALLBACK, THETA),
     "matmul": ("matmul", (CODES, CODES, None), PRODUCT),
     "matmul of floats": (
         "matmul",
@@ -221,53 +208,23 @@ def test_no_op_has_a_derivative(name):
         shapes_of(name, differentiated)
 
 
-def test_vmap_stacks_the_matrices_of_a_source():
-    x, scale = (
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(2, 1, 40, 160), (2, 1, 160)])
-    )
-    op = functools.partial(ops.quantize, **FALLBACK)
-    source = Norm(x, scale, 1e-5, 10)
+@pytest.mark.parametrize("name", ["norm", "gate of rows", "tiles, fallback"])
+def test_vmap_computes_what_each_example_does(name):
+    """Whether examples have operands of their own or share some."""
+    op, (source, seeds, theta), options = CALLS[name]
+    run = functools.partial(getattr(ops, op), **options)
+    sources = jax.tree.map(lambda x: jnp.stack([x, x * 3 // 4]), source)
 
     @jax.jit
     def both():
-        mapped = jax.vmap(op, (0, None, 0))(source, SEEDS, jnp.zeros((2, 1)))
+        mapped = jax.vmap(run, (0, None, 0))(sources, seeds, jnp.stack([theta, theta]))
         each = [
-            op(jax.tree.map(lambda x, i=i: x[i], source), SEEDS, jnp.zeros(1))
+            run(jax.tree.map(lambda x, i=i: x[i], sources), seeds, theta)
             for i in range(2)
         ]
         return mapped, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     jax.tree.map(np.testing.assert_array_equal, *both())
-
-
-def test_vmap_of_tiles_with_missing_rows():
-    """Each example has its own number of rows, or all have the same."""
-
-    def op(gate_up, counts):
-        gate = Gate(gate_up, counts, 10, interleaved=False)
-        return ops.quantize(gate, SEEDS, THETA, **FALLBACK)
-
-    gate_up, counts = jnp.stack([GATED, -GATED]), jnp.array([[40], [32]])
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(axis, counts):
-        mapped = jax.vmap(op, (0, axis))(gate_up, counts)
-        own = counts if axis == 0 else jnp.stack([counts] * 2)
-        each = [op(gate_up[i], own[i]) for i in range(2)]
-        return mapped, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-    for axis, given in ((0, counts), (None, counts[0])):
-        jax.tree.map(np.testing.assert_array_equal, *both(axis, given))
-
-
-def test_codes_do_not_depend_on_what_computes_the_operand():
-    """XLA keeps the float32 values of a bfloat16 operand that it need not store."""
-    x = jax.random.normal(jax.random.key(1), (1, 256, 256), jnp.bfloat16)
-    op = functools.partial(ops.quantize, **layouts((32, 32)))
-    got = jax.jit(lambda x: op(jax.nn.gelu(x), SEEDS))(x)
-    want = op(jax.jit(jax.nn.gelu)(x), SEEDS)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_vmap_gives_examples_without_seeds_of_their_own_different_noise():

@@ -25,25 +25,13 @@ class Counted:
 
 
 @pytest.fixture
-def kernel():
-    return Counted(factor=3.0)
-
-
-@pytest.fixture
 def reference():
     return Counted(factor=2.0)
 
 
 @pytest.fixture
-def call(kernel, reference):
-    return jax.jit(lambda x: call_kernel(kernel, reference, (x,), {}))
-
-
-def test_a_cpu_computes_the_reference(call, kernel, reference):
-    got = call(X)
-    np.testing.assert_array_equal(got["y"], 2 * X["x"])
-    np.testing.assert_array_equal(got["sums"], X["x"].sum(axis=0))
-    assert kernel.traced == reference.traced == 1
+def call(reference):
+    return jax.jit(lambda x: call_kernel(Counted(3.0), reference, (x,), {}))
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

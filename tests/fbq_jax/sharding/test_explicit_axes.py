@@ -106,13 +106,10 @@ def test_sharded_columns_and_a_sharded_contraction(dot):
 def test_norms_and_gates_of_sharded_channels(function, specs, channels):
     """Also where devices do not hold whole groups of 128 channels."""
 
-    def of(*operands):
-        return jax.jit(
-            jax.value_and_grad(
-                lambda *x: jnp.sin(function(*x)).sum(), argnums=range(len(specs))
-            )
-        )(*operands)
+    def loss(*operands):
+        return jnp.sin(function(*operands)).sum()
 
+    of = jax.jit(jax.value_and_grad(loss, argnums=range(len(specs))))
     keys = jax.random.split(jax.random.key(0), len(specs))
     shapes = [(8, channels)[-len(spec) :] for spec in specs]
     operands = [jax.random.normal(*args) for args in zip(keys, shapes, strict=True)]

@@ -47,15 +47,6 @@ def test_results_can_be_broadcast(op):
 
 
 @needs_compiler
-@pytest.mark.usefixtures("reference_everywhere")
-def test_a_gradient_from_codes_compiles():
-    def step(x, w, dy):
-        return product(x[0], w[0], dy[0], recipe=recipes.switchback_m)
-
-    compile_for_gpus(step, (1, 512, 256), (1, 256, 128), (1, 512, 128))
-
-
-@needs_compiler
 @pytest.mark.parametrize(
     "name", with_first_fast(["fallback", "row_block_lhs", "rowwise", "jetfire"])
 )

@@ -14,6 +14,7 @@ from tests.collectives import collectives
 from tests.fbq_jax.core.test_dot_general import MATMUL, product
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
 from tests.kernels.quantize_cases import heavy
+from tests.marks import with_first_fast
 
 pytestmark = needs_devices
 
@@ -41,24 +42,20 @@ def maxima(*sizes):
 
 
 BLOCKS, BLOCKS_OF_32 = W // 128**2, W // 32**2
+ALL_IN_BLOCKS = [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)]
+# XLA for CPUs gathers FP8 as float16; in test_gpus.py, XLA for GPUs gathers FP8.
+FP8_IN_BLOCKS = [*[("all-gather", "f16", W)] * 2, *SUM, *scales(BLOCKS, BLOCKS)]
 COLLECTIVES = {
-    "fallback": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
-    "block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
+    "fallback": ALL_IN_BLOCKS,
+    "block": ALL_IN_BLOCKS,
     "fallback_rowwise_bwd": [
         *(*CODES_OF_W, *SUM),
         *(*scales(BLOCKS, K, K), *maxima(N, K)),
     ],
-    "row_block": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
-    "row_block_lhs": [*CODES_OF_W, *SUM, *scales(BLOCKS, BLOCKS)],
-    # XLA for CPUs gathers FP8 as float16; in test_gpus.py, XLA for GPUs gathers FP8.
-    "fp8_row_block": [
-        *[("all-gather", "f16", W)] * 2,
-        *(*SUM, *scales(BLOCKS, BLOCKS)),
-    ],
-    "fp8_row_block_lhs": [
-        *[("all-gather", "f16", W)] * 2,
-        *(*SUM, *scales(BLOCKS, BLOCKS)),
-    ],
+    "row_block": ALL_IN_BLOCKS,
+    "row_block_lhs": ALL_IN_BLOCKS,
+    "fp8_row_block": FP8_IN_BLOCKS,
+    "fp8_row_block_lhs": FP8_IN_BLOCKS,
     "jetfire": [*CODES_OF_W, *SUM, *scales(BLOCKS_OF_32, BLOCKS_OF_32)],
     "switchback": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],
     "switchback_m": [*CODES_OF_W, *XLA_SUM, *scales(K), *maxima(1)],
@@ -82,16 +79,7 @@ def test_every_recipe_is_covered():
     assert list(COLLECTIVES) == [*recipes.NAMED, "llm_int8_dot"]
 
 
-FAST = {"fallback"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
-        for name in COLLECTIVES
-    ],
-)
+@pytest.mark.parametrize("name", with_first_fast(COLLECTIVES))
 def test_kernels_travel_as_codes_and_their_gradient_is_summed_once(name):
     """Activations do not travel; the only floats that do are scales."""
     mesh = mesh_of(data=2, fsdp=4)

@@ -1,6 +1,5 @@
 """Layers and ops under jit with shardings: one device's numbers, few collectives."""
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -18,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from fbq_jax import (
     FallbackDot,
-    GatedMLP,
     NormDense,
     Recipe,
     dot_general,
@@ -33,7 +31,7 @@ from fbq_jax.kernels.quantized import Layout
 from tests.collectives import collectives
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, needs_devices, place
 from tests.kernels.quantize_cases import heavy
-from tests.marks import rows_with_first_fast, with_first_fast
+from tests.marks import rows_with_first_fast, slow, with_first_fast
 
 pytestmark = [needs_devices, pytest.mark.usefixtures("every_cause_warns")]
 
@@ -73,17 +71,17 @@ QUANTIZERS = {
 }
 
 
+ROWS_AND_COLUMNS = None, "data", "tensor", "fsdp"
+
+
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
         ("blocks", (None, BATCH, None, "tensor")),
-        ("fallback", (None, "data", "tensor", "fsdp")),
-        ("vectors", (None, "data", "tensor", "fsdp")),
-        ("row blocks", (None, "data", "tensor", "fsdp")),
-        pytest.param(
-            *("rows, blocks", (None, "data", "tensor", "fsdp")),
-            marks=pytest.mark.exhaustive,
-        ),
+        ("fallback", ROWS_AND_COLUMNS),
+        ("vectors", ROWS_AND_COLUMNS),
+        ("row blocks", ROWS_AND_COLUMNS),
+        pytest.param("rows, blocks", ROWS_AND_COLUMNS, marks=pytest.mark.exhaustive),
     ],
 )
 def test_shards_have_the_codes_and_noise_of_the_whole(name, spec):
@@ -119,18 +117,18 @@ QUARTERS = (None, ("data", "tensor"), "fsdp"), (1, 160, 96)  # and halves
         pytest.param(  # two blocks for eight devices
             *(BLOCKS, (None, "all"), (1, 64, 96), 8 * 3), marks=returns_parts_of_axes
         ),
-        (BLOCKS, *QUARTERS, 20 * 6),
-        (ROW_BLOCKS, *THREE_FOR_TWO, 6 * 32),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [
+        *rows_with_first_fast(
+            [
+                (BLOCKS, *QUARTERS, 20 * 6),
+                (ROW_BLOCKS, *THREE_FOR_TWO, 6 * 32),
                 (BLOCKS, *THREE_FOR_TWO, 6 * 4),
                 # Three for two, twice.
                 (BLOCKS, (None, "fsdp", ("data", "tensor")), (1, 128, 192), 4 * 12),
                 (WITH_SUMS, *THREE_FOR_TWO, 96),
                 (FLOAT8, *THREE_FOR_TWO, 96 * 32),  # XLA for CPUs sends FP8 as float16
                 (ROW_BLOCKS, *QUARTERS, 20 * 48),
-            ]
+            ],
+            2,
         ),
     ],
 )
@@ -170,18 +168,14 @@ def test_six_devices_in_three_pairs():
     rows_with_first_fast(
         [
             # Two blocks and a half for two devices.
-            ((None, "data"), (1, 80, 40), "1 of .* is sharded over data=2"),
-            ((None, "data"), (1, 50, 40), "1 of .* is sharded over data=2"),
-            (
-                (None, None, ("tensor", "data")),
-                (1, 32, 36),
-                "2 of .* is sharded over tensor=2, data=2",
-            ),
+            ((None, "data"), (1, 80, 40), "1 of .* over data=2"),
+            ((None, "data"), (1, 50, 40), "1 of .* over data=2"),
+            ((None, None, ("tensor", "data")), (1, 32, 36), "2 .* tensor=2, data=2"),
         ]
     ),
 )
 def test_an_axis_without_whole_blocks_is_gathered_with_a_warning(spec, shape, what):
-    op, x = jax.jit(QUANTIZERS["blocks"]), heavy(shape)
+    op, x = jax.jit(BLOCKS), heavy(shape)
     with pytest.warns(UserWarning, match=f"quantize: axis {what}, .* of 32: .* gather"):
         got = op(place(mesh_of(), x, *spec), SEEDS)
     assert_equal(got, op(x, SEEDS))
@@ -220,25 +214,25 @@ def step_of(model):
 
 
 @functools.cache
-def one_device(model_class):
-    model = MLP() if model_class is MLP else model_class(512, dot_general=DOT)
-    variables = jax.jit(model.init)(jax.random.key(1), X)
+def one_device():
+    variables = jax.jit(MLP().init)(jax.random.key(1), X)
     params, state = variables["params"], variables["fallback"]
-    return params, state, jax.jit(step_of(model))(params, state, X)
+    return params, state, jax.jit(step_of(MLP()))(params, state, X)
 
 
-def run_sharded(mesh, model, kernels, x_spec):
-    """The step's results and collectives with kernels of these specs."""
-    params, state, want = one_device(type(model))
+def run_sharded(layout):
+    """The collectives of a step, whose results are those of one device."""
+    mesh = layout.mesh()
+    params, state, want = one_device()
     params = {
-        name: {key: place(mesh, p, *kernels.get(name, ())) for key, p in layer.items()}
-        for name, layer in params.items()
+        name: {"kernel": place(mesh, p["kernel"], *layout.kernels.get(name, ()))}
+        for name, p in params.items()
     }
-    args = params, place(mesh, state), place(mesh, X, *x_spec)
+    args = params, place(mesh, state), place(mesh, X, *layout.x)
     shardings = jax.tree.map(lambda p: p.sharding, (args[0], args[2]))
+    step = step_of(MLP(layout.hidden, layout.out))
     with jax.set_mesh(mesh):
-        run = jax.jit(step_of(model), out_shardings=(shardings, None))
-        run = run.lower(*args).compile()
+        run = jax.jit(step, out_shardings=(shardings, None)).lower(*args).compile()
         got = run(*args)
         assert_equal(run(*args), got)
     assert_close(got, want)
@@ -296,27 +290,15 @@ LAYOUTS = {
 }
 
 
-# Kernels sharded over two axes; test_out_sharding has explicit ones.
-FAST = ("all",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FAST))
-        for name in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("name", slow(LAYOUTS, LAYOUTS.keys() - {"all"}))
 def test_devices_give_what_one_gives_and_exchange_codes(name):
     layout = LAYOUTS[name]
-    model = MLP(layout.hidden, layout.out)
     with warnings.catch_warnings(record=True, action="always") as caught:
-        found = run_sharded(layout.mesh(), model, layout.kernels, layout.x)
+        found = run_sharded(layout)
     # One warning for each layer whose blocks are split, with the layer's path.
     split = ["up: axis 1 of", "down: axis 2 of"] if name == "halves of blocks" else []
-    assert [
-        str(w.message)[: len(s)] for w, s in zip(caught, split, strict=True)
-    ] == split
+    named = zip(caught, split, strict=True)
+    assert all(str(w.message).startswith(start) for w, start in named)
     blocks = X.size // SIDE**2 * 2
     assert not any(c.kind in ("all-to-all", "collective-permute") for c in found)
     assert {c.dtype for c in found if c.kind == "all-gather"} <= {"f32", "s8"}
@@ -336,18 +318,6 @@ def test_devices_give_what_one_gives_and_exchange_codes(name):
         assert set(weights) == {128 * 256 // tensor, *activations}
     else:
         assert weights == [128 * 256 // tensor] * (4 if layout.kernels else 0)
-
-
-@pytest.mark.exhaustive
-def test_fused_layers():
-    kernels = {"gate_up": ("fsdp", None, "tensor"), "down": ("tensor", "fsdp")}
-    model = GatedMLP(512, dot_general=DOT)
-    found = run_sharded(mesh_of(AxisType.Explicit), model, kernels, (BATCH,))
-    gathered = [c for c in found if c.kind == "all-gather"]
-    codes = sorted(c.size for c in gathered if c.dtype == "s8")
-    assert codes == sorted([128 * 512 // 2, 128 * 1024 // 2] * 2)
-    assert all(c.size <= 4 * X.size // SIDE**2 for c in gathered if c.dtype == "f32")
-    assert not any(c.kind in ("all-to-all", "collective-permute") for c in found)
 
 
 GATE = quantizer(
@@ -399,25 +369,6 @@ def test_gates_of_tiles_are_sharded_by_tile():
     with pytest.warns(UserWarning, match="the op cannot shard this axis"):
         run = compiled(op, by_column)
     assert_equal(run(by_column), jax.jit(op)(x))
-
-
-@pytest.mark.exhaustive
-def test_scales_of_whole_rows():
-    """They are all-reduced, so that dW's contraction, the batch, may be sharded."""
-    recipe = dataclasses.replace(recipes.fallback_rowwise_bwd, block=SIDE)
-    w = jax.random.normal(jax.random.key(2), (128, 64))
-    dims = (((2,), (0,)), ((), ()))
-
-    def grads(x, w):
-        def loss(x, w):
-            return dot_general(x, w, dims, recipe=recipe, theta=2.0)[0].sum()
-
-        return jax.grad(loss, (0, 1))(x, w)
-
-    mesh = mesh_of()
-    sharded = place(mesh, X, BATCH, "tensor"), place(mesh, w, "fsdp")
-    run = compiled(grads, *sharded)
-    assert_close(run(*sharded), jax.jit(grads)(X, w))
 
 
 def test_out_sharding():
@@ -479,79 +430,32 @@ def test_experts_stay_where_they_are():
     sizes = [("all-reduce", tiles * SIDE * 64)] * 2  # Y's half and dX
     assert [(c.kind, c.size) for c in found] == sizes
 
-
-def test_experts_over_explicit_axes_are_an_error():
-    mesh = mesh_of(AxisType.Explicit, expert=2, tensor=2)
-    w = place(mesh, jnp.ones((EXPERTS, 64, 128)), "expert")
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"automatic.*4@expert,64"):
-        ragged_dot(jnp.ones((ROWS, 64)), w, jnp.array([70, 0, 33, 81]))
-
-
-@pytest.mark.exhaustive  # test_manual_axes.py has a fast one
-def test_each_device_of_a_shard_map_can_have_other_groups():
-    """There each device sorts its own tokens."""
-    mesh = mesh_of(data=2)
-    x, w = heavy((ROWS, 64)), heavy((EXPERTS, 64, 128), 1)
-    groups = jnp.array([[30, 0, 33, 20], [1, 99, 0, 0]])
-
-    def product(x, w, groups):
-        recipe = Recipe(block=SIDE, criterion=None)
-        return ragged_dot(x, w, groups.reshape(-1), recipe=recipe)[0]
-
-    specs = {"in_specs": (P("data"), P(), P("data")), "out_specs": P("data")}
-    got = jax.jit(jax.shard_map(product, mesh=mesh, **specs))(x, w, groups)
-    halves = zip(jnp.split(x, 2), groups, strict=True)
-    want = jnp.concatenate([jax.jit(product)(x, w, g) for x, g in halves])
-    np.testing.assert_array_equal(got, want)
+    explicit = place(mesh_of(AxisType.Explicit, expert=2, tensor=2), w, "expert")
+    with (
+        jax.set_mesh(explicit.sharding.mesh),
+        pytest.raises(ValueError, match=r"automatic.*4@expert,64"),
+    ):
+        ragged_dot(x, explicit, groups)
 
 
-class ScannedBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        dot_general = fallback_dot
-        y = NormDense(256, dot_general=dot_general)(x)
-        return x + nn.Dense(256, use_bias=False, dot_general=dot_general)(y), None
-
-
-class ScannedModel(nn.Module):
+class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
-        blocks = nn.scan(
-            nn.remat(ScannedBlock, policy=save_codes, prevent_cse=False),
-            variable_axes={"params": 0, "fallback": 0},
-            split_rngs={"params": True},
-            length=2,
-        )
-        return blocks()(x, None)[0]
-
-
-@pytest.fixture(scope="module")
-def scanned_model():
-    """A training step of scanned layers, its state and tokens."""
-    x = heavy((8, 256, 256))
-    variables = ScannedModel().init(jax.random.key(0), x)
-
-    def step(variables, x, *, scale=1):
-        def loss(params):
-            state = {"params": params, "fallback": variables["fallback"]}
-            y, updates = ScannedModel().apply(state, x, mutable=["fallback"])
-            return jnp.mean(scale * y.astype(jnp.float32) ** 2), updates
-
-        return jax.value_and_grad(loss, has_aux=True)(variables["params"])
-
-    return step, variables, x
+        remat = functools.partial(nn.remat, policy=save_codes, prevent_cse=False)
+        block, axes = remat(lambda m, x: (x + m(x), None)), {"params": 0, "fallback": 0}
+        stack = nn.scan(block, axes, split_rngs={"params": True}, length=2)
+        return stack(NormDense(128, dot_general=DOT), x)[0]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_scanned_model_on_a_mesh(scanned_model, axis_type):
-    step, variables, x = scanned_model
-    want = jax.jit(step)(variables, x)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_scanned_model_on_a_mesh(kind):
+    variables = jax.jit(Scanned().init)(jax.random.key(0), X)
+    args = variables["params"], variables["fallback"]
+    want = jax.jit(step_of(Scanned()))(*args, X)
+    mesh = mesh_of(kind, data=8)
     with jax.set_mesh(mesh):
-        run = jax.jit(step)
-        tokens = place(mesh, x, "data")
-        got = run(jax.device_put(variables, NamedSharding(mesh, P())), tokens)
+        got = jax.jit(step_of(Scanned()))(*place(mesh, args), place(mesh, X, "data"))
     assert_close(got, want, rtol=1e-4)
 
 
