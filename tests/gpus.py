@@ -1,6 +1,5 @@
 """Descriptions of GPUs, for which XLA compiles without having one."""
 
-import functools
 import importlib.util
 import os
 import tempfile
@@ -14,6 +13,17 @@ from jax.sharding import Mesh
 
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.backends import Mosaic, Triton
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    # Triton may write PTX from 3.7 on that only its own assembler knows.  XLA must find
+    # one and the same while a process runs.
+    if not triton.__version__.startswith("3.6."):
+        _assembler = tempfile.TemporaryDirectory()
+        Path(_assembler.name, "ptxas").symlink_to(get_ptxas(90).path)
+        os.environ["PATH"] = f"{_assembler.name}:{os.environ['PATH']}"
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
@@ -34,19 +44,8 @@ def h200s(number: int, axis: str) -> Mesh:
 def compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ops call Triton kernels as they do on an H200."""
     pytest.importorskip("jax_triton")
-    monkeypatch.setenv("PATH", f"{_assembler().name}:{os.environ['PATH']}")
     device = types.SimpleNamespace(compute_capability="9.0")
     for backend in (Triton, Mosaic):
         monkeypatch.setattr(backend, "refusal", lambda *_: None)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
-
-
-@functools.cache
-def _assembler() -> tempfile.TemporaryDirectory[str]:
-    """A folder with Triton's assembler, which knows the PTX that Triton writes."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    folder = tempfile.TemporaryDirectory()
-    Path(folder.name, "ptxas").symlink_to(get_ptxas(90).path)
-    return folder

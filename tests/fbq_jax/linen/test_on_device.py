@@ -140,8 +140,7 @@ def test_a_step_on_a_gpu_is_one_cuda_graph(name, backend, monkeypatch, tmp_path)
     (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
     entries = file.read_text()
     assert re.findall(r"^\d+: (\w+)", entries, re.MULTILINE) == ["kCommandBuffer"]
-    if name != "fp8":  # whose products are XLA's
-        assert ("kCustomCall " in entries) == (backend == "mosaic")
+    assert "kCustomCall " in entries or name == "fp8"  # whose products are XLA's
 
 
 @needs_compiler
