@@ -75,9 +75,9 @@ def _triton_call(
     grid: tuple[int, ...],
     options: tuple[tuple[str, Any], ...],
     constants: tuple[tuple[str, Any], ...],
-) -> list[jax.Array]:
+) -> Any:
     rest, fusion = iter(arrays), {"enable_fp_fusion": False}
-    results: list[jax.Array] = jax_triton.triton_call(
+    return jax_triton.triton_call(
         *(next(rest) if size is None else size for size in sizes),
         kernel=kernel,
         grid=grid,
@@ -86,22 +86,17 @@ def _triton_call(
         **({"backend_options": fusion} if _IS_TYPED else fusion),
         **dict(options + constants),
     )
-    return results
 
 
 @_call_p.def_abstract_eval
-def _abstract_results(
-    *_: Any, outputs: Sequence[jax.ShapeDtypeStruct], **__: Any
-) -> list[Any]:
+def _abstract_results(*_: Any, outputs: Any, **__: Any) -> list[Any]:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
 
 
-def _lower(
-    ctx: mlir.LoweringRuleContext, *arrays: Any, in_place: Any, **call: Any
-) -> Sequence[Any]:
+def _lower(ctx: Any, *arrays: Any, in_place: Any, **call: Any) -> list[Any]:
     compile_ahead.wait(ctx.avals_in, call)
-    function = functools.partial(_triton_call, **call)
-    results = mlir.lower_fun(function, multiple_results=True)(ctx, *arrays)
+    lower = mlir.lower_fun(functools.partial(_triton_call, **call))
+    results = list(lower(ctx, *arrays))
     attributes = results[0].owner.attributes
     if not _IS_TYPED:
         _make_typed(attributes, call["kernel"].__name__)
@@ -111,7 +106,7 @@ def _lower(
         for array, out in in_place
     ]
     attributes["output_operand_aliases"] = ir.ArrayAttr.get(aliases)
-    return list(results)
+    return results
 
 
 mlir.register_lowering(_call_p, _lower, platform="cuda")

@@ -124,7 +124,7 @@ def test_a_kernel_that_waits_for_a_thread_compiles_where_it_is_lowered(
     blocked = threading.Event()
     with futures.ThreadPoolExecutor(1) as pool:
         pool.submit(blocked.wait)
-        monkeypatch.setattr(compile_ahead, "_threads", lambda: pool)
+        monkeypatch.setattr(compile_ahead, "_threads", pool)
         lower(lambda x, y: fused(x, y), X, X)
         blocked.set()
     assert compiled == [threading.main_thread()]
