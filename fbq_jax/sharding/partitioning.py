@@ -152,9 +152,29 @@ def _lower_for_tpus(
     return mlir.lower_fun(run, multiple_results=True)(context, *arrays)
 
 
-mlir.register_lowering(
-    _partitioned_p, mlir.lower_fun(_run_partitioned, multiple_results=True)
-)
+def _lower(
+    context: mlir.LoweringRuleContext, *arrays: Any, **params: Any
+) -> Sequence[Any]:
+    kept_alive = context.module_context.keepalives
+    before = len(kept_alive)
+    run = mlir.lower_fun(_run_partitioned, multiple_results=True)
+    results = run(context, *arrays, **params)
+    # JAX would pickle ``_partition`` with a compiled program, which no longer calls it.
+    kept_alive[before:] = map(_NotPickled, kept_alive[before:])
+    return results
+
+
+class _NotPickled:
+    """Keeps objects alive; a copy by pickle keeps none."""
+
+    def __init__(self, *kept: Any) -> None:
+        self._kept = kept
+
+    def __reduce__(self) -> Any:
+        return _NotPickled, ()
+
+
+mlir.register_lowering(_partitioned_p, _lower)
 mlir.register_lowering(_partitioned_p, _lower_for_tpus, platform="tpu")
 
 
