@@ -29,6 +29,7 @@ lint: $(VENV)/test
 
 docs: $(VENV)/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build/html
+	@echo "open $(CURDIR)/docs/_build/html/index.html"
 
 # The wheel and the sdist, in dist/, tried in new virtual environments.
 package:

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
 from qwix import QuantizationProvider, quantize_model
 
 from fbq_jax.contrib.qwix.internals import (
@@ -145,7 +144,7 @@ class _Call(nnx.Module):
 def call_quantized(modules: Modules, function: Callable[[], Any]) -> Any:
     """Calls a function whose products with parameters are computed by their ops."""
     # Outside jit, JAX runs functions that it has compiled without a call in Python.
-    is_eager = not unsafe_am_i_under_a_jit_DO_NOT_USE()
+    is_eager = not isinstance(jnp.zeros(()), jax.core.Tracer)
     products = Products(modules, disable_jit=is_eager)
     op_calls = OpCalls(products, disable_jit=is_eager)
 
