@@ -10,6 +10,7 @@ import pytest
 
 from fbq_jax import ops, ragged_dot, save_codes
 from fbq_jax.kernels.mosaic import gemm
+from fbq_jax.kernels.quantized import CODE_DTYPES
 from fbq_jax.kernels.sources import Matrix
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.dispatch import Request
@@ -198,6 +199,29 @@ def test_special_values(quantize, dtype):
     ):
         quantize_cases.check(quantize, case)
     quantize_cases.check_special_layers(quantize, dtype)
+
+
+@pytest.mark.parametrize("codes", CODE_DTYPES)
+@pytest.mark.parametrize("block", [(32, 32), (64, 64), (128, 128), (256, 256)])
+def test_transposed_codes_beside_maxima_of_nans(codes, block):
+    """Triton stored wrong bytes there: triton-lang/triton issue 11111."""
+    x = jnp.asarray(heavy((2, 520, 780), dtype=jnp.bfloat16))
+    x = x.at[:, ::300, ::300].set(jnp.nan)
+    case = quantize_cases.Case(
+        lambda: Matrix(x), near(*block), near(*block), {"dtype": codes}
+    )
+    out = quantize_cases.check(ops_of("triton", codes=codes).quantize, case)
+    is_finite = np.isfinite(out.rowwise.scales)
+    assert 0 < is_finite.sum() < is_finite.size
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128, 300])
+@both
+def test_two_products_into_one_accumulator(implementation, rows):
+    """Triton summed them wrongly on other GPUs: triton-lang/triton issue 10821."""
+    matmul = ops_of(implementation).matmul
+    case = Case((1, rows, 2048, 512), (128, 128, 128), 1.0)
+    gemm_cases.check_against_float64(matmul, case, 1e-5)
 
 
 @pytest.mark.parametrize("criterion", ["l1", "l1_rel"])
