@@ -2,24 +2,27 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot, run_folder
 from examples.llama.build import build
 from examples.llama.config import Config
-from examples.llama.data import batches
+from examples.llama.data import Corpus, batches
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
-from examples.llama.progress import progress_bar, show, stop_requests
+from examples.llama.progress import StopRequests, progress_bar, show, stop_requests
 from examples.llama.projections import why_not_fused
 from examples.llama.run_folder import checkpoints
 from examples.llama.step import (
+    EVAL_BATCHES,
     TrainState,
     evaluate,
     init_state,
@@ -34,8 +37,30 @@ class DivergedError(UserError):
     """A loss or a gradient is no longer finite."""
 
 
+class _Start(NamedTuple):
+    """A model before its first step, and its data."""
+
+    model: Llama
+    corpus: Corpus
+    val_data: Any  # batches
+    state: TrainState
+
+
+def _start(config: Config) -> _Start:
+    mesh.check_batch(config.batch // config.accumulate)
+    model, weights, corpus = build(config)
+    val_data = batches(corpus, "val", seq=config.seq, batch=config.batch, seed=0)
+    state = init_state(model, make_optimizer(config)[0], weights, config.seed)
+    return _Start(model, corpus, val_data, state)
+
+
 def train(
-    config: Config, out: Path, *, resume: bool = False, export: str | None = None
+    config: Config,
+    out: Path,
+    *,
+    resume: bool = False,
+    export: str | None = None,
+    stop: StopRequests | None = None,
 ) -> None:
     """Trains one model; Ctrl-C or SIGTERM stops it with a KeyboardInterrupt.
 
@@ -44,45 +69,79 @@ def train(
         out: The folder of the run: a new one, or the one to resume.
         resume: Whether to continue the run in `out`, bit for bit. `config` may differ
             in `run_folder.CHANGEABLE`.
-        export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
-            also written to the folder of this name in `out`. None writes none.
+        export: One of ``hf.FORMATS``: after the last step, the model is also written to
+            the folder of this name in `out`. A run that starts from a Hugging Face
+            model always writes "hf", unless it saves no checkpoints.
+        stop: The program's requests to stop; None handles the signals here.
 
     Nothing is written if what is asked for is not possible.
     """
-    run_folder.check_folder(out, config, resume)
-    mesh.wait("checked")
-    mesh.check_batch(config.batch // config.accumulate)
-    model, weights, corpus = build(config)
-    if export is not None:
-        with tokenizer_source(config, model.config) as like:
-            hf.check_exportable(export, model, like=like)
-    sizes = {"seq": config.seq, "batch": config.batch}
-    data = batches(corpus, "train", seed=config.seed, **sizes)
-    val_data = batches(corpus, "val", seed=0, **sizes)
-    state = init_state(model, make_optimizer(config)[0], weights, config.seed)
-    first = mesh.is_first()  # enters the folder and prints for all processes
-    with (
-        run_folder.enter_folder(out, config, corpus, resume) if first else nullcontext()
-    ):
-        mesh.wait("entered")
-        if resume:
-            state = _latest_state(out, state)
-        if first:
+    with nullcontext(stop) if stop else stop_requests() as stop:
+        run_folder.check_folder(out, config, resume)
+        mesh.wait("checked")
+        start = _start(config)
+        exports = [export] if export else []
+        if config.from_hf is not None and config.save_every and export != "hf":
+            exports.insert(0, "hf")
+        with tokenizer_source(config, start.model.config) as like:
+            for name in exports:
+                hf.check_exportable(name, start.model, like=like)
+        folders = [out / name for name in exports]
+        if not resume:
+            _check_new(folders)
+        stop.check()
+        first = mesh.is_first()  # enters the folder and prints for all processes
+        entered = run_folder.enter_folder(out, config, start.corpus, resume)
+        with entered if first else nullcontext():
+            mesh.wait("entered")
+            state = start.state
             if resume:
-                run_folder.write_options(out, config, corpus)
-            _describe(config, model, optax.tree.size(state.params), len(corpus.train))
-        state, stopped = _take_steps(config, out, model, state, data, val_data)
-        if config.from_hf is not None and config.save_every:
-            params, tuned = mesh.collect(state.params), out / "hf"
-            if first and not tuned.exists():
-                hf.save(tuned, model.config, params, like=config.from_hf)
-        if export is not None and not stopped:
-            _export(export, config, model, state, out / export)
-    if stopped:  # during the last step: the caller must not start another run
-        raise KeyboardInterrupt
+                state = _latest_state(out, state)
+                if int(state.step) < config.steps:
+                    _check_new(folders)
+            if first:
+                if resume:
+                    run_folder.write_options(out, config, start.corpus)
+                _describe(config, start)
+            state = _take_steps(config, out, start, state, stop)
+            for folder in folders:
+                stop.waits_for = f"writing {folder}"
+                _export(config, start.model, state, folder)
 
 
-def _describe(config: Config, model: Llama, parameters: int, tokens: int) -> None:
+def _check_new(folders: list[Path]) -> None:
+    """Raises UserError if a folder exists that a run is to write after its last step.
+
+    An export of a run that has ended stays as it is.
+    """
+    for folder in folders:
+        if folder.exists():
+            why = "exists, and the run will write its model there"
+            raise UserError(f"{folder} {why}: move it away, or set another --out")
+
+
+def validate(config: Config, out: Path, *, resume: bool, stop: StopRequests) -> None:
+    """Prints the validation loss of a run before its first step; writes nothing.
+
+    With `resume`, it is the loss after the latest checkpoint of the run in `out`.
+    """
+    start = _start(config)
+    state, of = start.state, config.from_hf or "a new model"
+    if resume:
+        run_folder.check_same(out, config, start.corpus)
+        state = _latest_state(out, state)
+        of = f"step {int(state.step)} of {out}"
+    stop.waits_for = "the validation"
+    loss = evaluate(start.model, state, start.val_data)
+    if mesh.is_first():
+        print(f"{config.recipe}: validation loss {loss:.4f} (nats per token) of {of}")
+        tokens = f"{EVAL_BATCHES} batches of {config.batch} x {config.seq} tokens"
+        print(f"  {tokens}; {len(start.corpus.val):,} tokens are held out")
+
+
+def _describe(config: Config, start: _Start) -> None:
+    model, tokens = start.model, len(start.corpus.train)
+    parameters = optax.tree.size(start.state.params)
     used, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
     where = f"{used} {backend}{'s' * (used > 1)}"
     print(f"{config.recipe}: {parameters:,} parameters on {where}, {tokens:,} tokens")
@@ -126,30 +185,43 @@ def _check_nothing_is_missing(out: Path) -> None:
 
 
 def _take_steps(
-    config: Config, out: Path, model: Llama, state: TrainState, data: Any, val_data: Any
-) -> tuple[TrainState, bool]:
-    """Takes the remaining steps on batches of `data`.
+    config: Config, out: Path, start: _Start, state: TrainState, stop: StopRequests
+) -> TrainState:
+    """Takes the remaining steps and returns the last state.
 
-    Returns the last state, and whether a signal arrived during the last step. One
-    before raises KeyboardInterrupt.
+    A signal raises KeyboardInterrupt after its step, with a checkpoint.
     """
-    first, log, is_first = int(state.step) + 1, out / "metrics.jsonl", mesh.is_first()
+    model, corpus, val_data, _ = start
+    sizes = {"seq": config.seq, "batch": config.batch, "seed": config.seed}
+    data, first = batches(corpus, "train", **sizes), int(state.step) + 1
+    log, is_first = out / "metrics.jsonl", mesh.is_first()
     dot_general = model.dot_general
     recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
-    train_step = make_train_step(model, *make_optimizer(config))
-    stats_before, stopped = state.stats(), False
+    stats_before = state.stats()
     if is_first:
         metrics.continue_after(first - 1, log)
-    with (
-        progress_bar(first - 1, config.steps, shown=is_first) as bar,
-        stop_requests() as stop,
-    ):
+    if first > config.steps:
+        return state
+
+    def batch(step: int) -> Any:
+        tokens = data[step - 1].reshape(config.accumulate, -1, config.seq + 1)
+        return mesh.distribute(tokens, None, "batch", None)
+
+    and_save = " and a checkpoint" if config.save_every else ""
+    with progress_bar(first - 1, config.steps, shown=is_first) as bar:
+        if first == 1:
+            stop.waits_for = "the validation"
+            before = {"step": 0, "val_loss": evaluate(model, state, val_data)}
+            if is_first:
+                metrics.append(before, log)
+        stop.waits_for = "compiling"
+        train_step = _compile(config, model, state, batch(first))
+        _stop_all(stop)
         pending: list[dict[str, Any]] = []
         started = time.perf_counter()
         for step in range(first, config.steps + 1):
-            tokens = data[step - 1].reshape(config.accumulate, -1, config.seq + 1)
-            tokens = mesh.distribute(tokens, None, "batch", None)
-            state, measured = train_step(state, tokens)
+            stop.waits_for = f"step {step}{and_save}"
+            state, measured = train_step(state, batch(step))
             pending.append({"step": step, **measured})
             last = step == config.steps
             evaluates = last or step % config.eval_every == 0
@@ -162,24 +234,42 @@ def _take_steps(
             records, pending = jax.device_get(pending), []
             seconds = (time.perf_counter() - started) / len(records)
             if evaluates:
+                stop.waits_for = f"the validation{and_save}"
                 records[-1]["val_loss"] = evaluate(model, state, val_data)
             for record in records:
                 record |= _speed(config, model, seconds)
                 if is_first:
                     metrics.append(record, log)
-                show(bar, record)
+                show(bar, record | {"seconds": seconds})
                 check_finite(record, out)
             if step == first and recipe is not None:
                 assert_live(stats_before, state.stats())
-            stopped = mesh.any_of(stop.is_set())
-            if saves or (stopped and config.save_every):
+            if saves or (mesh.any_of(stop.is_set()) and config.save_every):
+                stop.waits_for = f"the checkpoint of step {step}"
                 checkpoint.save(checkpoints(out), step, state)
                 if is_first:
                     plot.draw_curves(out, recipe)
-            if stopped and not last:
-                raise KeyboardInterrupt
+            _stop_all(stop)
             started = time.perf_counter()
-    return state, stopped
+    return state
+
+
+def _stop_all(stop: StopRequests) -> None:
+    """Raises KeyboardInterrupt in all processes if a signal arrived in one."""
+    if mesh.any_of(stop.is_set()):
+        raise KeyboardInterrupt
+
+
+def _compile(
+    config: Config, model: Llama, state: TrainState, batch: Any
+) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+    """Compiles the training step and prints how long it took."""
+    started = time.perf_counter()
+    train_step = make_train_step(model, *make_optimizer(config))
+    compiled = train_step.lower(state, batch).compile()
+    if mesh.is_first():
+        tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
+    return compiled
 
 
 def _speed(config: Config, model: Llama, seconds: float) -> dict[str, float]:
@@ -199,21 +289,21 @@ def check_finite(record: dict[str, Any], out: Path) -> None:
             raise DivergedError(f"{where}; try a smaller --lr and another --out")
 
 
-def _export(
-    name: str, config: Config, model: Llama, state: TrainState, folder: Path
-) -> None:
-    """Writes the codes of a model for serving engines; an export is not repeated."""
+def _export(config: Config, model: Llama, state: TrainState, folder: Path) -> None:
+    """Writes a model in the format that names the folder; one that exists stays."""
     variables = {"params": state.params, "fallback": state.fallback}
-    tokens = jax.ShapeDtypeStruct((1, config.seq), jnp.int32)
-    frozen = mesh.collect(freeze(model, variables, tokens))
+    if folder.name != "hf":
+        tokens = jax.ShapeDtypeStruct((1, config.seq), jnp.int32)
+        variables = freeze(model, variables, tokens)
+    variables = mesh.collect(variables)
     if not mesh.is_first():
         return
     if folder.exists():
         print(f"{folder} exists and stays as it is")
         return
     with tokenizer_source(config, model.config) as like:
-        hf.export(folder, name, model, frozen, like=like)
+        hf.export(folder, folder.name, model, variables, like=like)
         has_tokenizer = like is not None and hf.load_tokenizer(like) is not None
     print(f"exported: {folder}")
-    if name == "gguf" and not has_tokenizer:
+    if folder.name == "gguf" and not has_tokenizer:
         print("note: without a tokenizer, only llama.cpp's library reads the file")
