@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from examples.llama import mesh
+
 T = TypeVar("T")
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM
@@ -21,8 +23,7 @@ def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
     text = "compiling" if done < steps else None
     # tqdm's own rate would count validations, checkpoints and compiling as steps.
     return tqdm(
-        **{"initial": done, "total": steps, "bar_format": _FORMAT},
-        **{"postfix": text, "disable": not shown},
+        initial=done, total=steps, bar_format=_FORMAT, postfix=text, disable=not shown
     )
 
 
@@ -31,7 +32,8 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
     shown = {"loss": f"{record['loss']:.3f}"}
     if (seconds := record.get("seconds")) is not None:
         shown["s/step"] = f"{seconds:.3g}"
-        shown["left"] = tqdm.format_interval(seconds * (bar.total - bar.n - 1))
+        steps_left = (bar.total or 0) - bar.n - 1
+        shown["left"] = tqdm.format_interval(seconds * steps_left)
     shown["tokens/s"] = f"{record['tokens_per_s']:,.0f}"
     if "mfu" in record:
         shown["mfu"] = f"{record['mfu']:.1%}"
@@ -57,62 +59,44 @@ def interruptible(items: Iterable[T]) -> Iterator[T]:
                 raise KeyboardInterrupt
 
 
-class StopRequests:
-    """Ctrl-C and SIGTERM: the first asks a program to stop, a second one ends it.
+class StopRequests(threading.Event):
+    """Whether Ctrl-C or SIGTERM has asked the program to stop."""
 
-    A thread answers at once. The main thread may be inside a call that returns to
-    Python only minutes later, such as a compilation.
-
-    Attributes:
-        waits_for: What a stop waits for, in words. None is for work of which nothing
-            is kept: the first signal raises KeyboardInterrupt.
-    """
-
-    def __init__(self, last_words: Callable[[], None]) -> None:
-        """A second signal calls `last_words` before the process ends."""
-        self.waits_for: str | None = None
-        self._last_words = last_words
-        self._requested = threading.Event()
-
-    def is_set(self) -> bool:
-        """Whether there was a signal."""
-        return self._requested.is_set()
+    waits_for = "setting up"  # what a stop waits for, in words
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if there was a signal."""
-        if self.is_set():
+        """Raises KeyboardInterrupt in all processes if one was asked to stop."""
+        if mesh.any_of(self.is_set()):
             raise KeyboardInterrupt
-
-    def interrupt(self, *_: object) -> None:
-        """Handles a signal in the main thread."""
-        self._requested.set()
-        if self.waits_for is None:
-            raise KeyboardInterrupt
-
-    def answer(self, signals: socket.socket) -> None:
-        """Answers the signals whose numbers arrive, until the socket is closed."""
-        answered = False
-        while number := signals.recv(1):
-            if number[0] not in _SIGNALS:
-                continue
-            if answered:
-                self._last_words()
-                os._exit(130)  # every file is safe: a run survives being killed
-            answered = True
-            self._requested.set()
-            after = f" after {self.waits_for}" if self.waits_for else ""
-            tqdm.write(f"stopping{after}; press Ctrl-C again to stop at once")
 
 
 @contextmanager
 def stop_requests(
     last_words: Callable[[], None] = lambda: None,
 ) -> Iterator[StopRequests]:
-    """Turns Ctrl-C and SIGTERM into requests to stop, until the end of the block."""
-    requests = StopRequests(last_words)
+    """Turns Ctrl-C and SIGTERM into requests to stop, until the end of the block.
+
+    A thread answers at once, because the main thread may be inside a call that returns
+    to Python minutes later, such as a compilation. A second signal ends the process,
+    after `last_words`: every file is safe, because a run survives being killed.
+    """
+    requests = StopRequests()
     signals, written = socket.socketpair()
-    with signals, _handled(requests.interrupt):
-        thread = threading.Thread(target=requests.answer, args=[signals], daemon=True)
+
+    def answer() -> None:
+        again = "press Ctrl-C again to stop at once"
+        answered = False
+        while number := signals.recv(1):
+            if number[0] not in _SIGNALS:
+                continue
+            if answered:
+                last_words()
+                os._exit(130)
+            answered = True
+            tqdm.write(f"stopping after {requests.waits_for}; {again}")
+
+    with signals, _handled(lambda *_: requests.set()):
+        thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         written.setblocking(False)
         # Python writes the number of a signal there when it arrives.

@@ -129,7 +129,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=4)
 def make_train_step(
     model: Llama, optimizer: Optimizer, schedule: optax.Schedule
-) -> Callable[..., tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """Returns the jitted training step, ``(state, tokens) -> (state, metrics)``.
 
     ``tokens`` is int32 [N, B/N, S+1]. The step averages the gradients of microbatches,

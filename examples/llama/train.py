@@ -155,7 +155,6 @@ def run(command: Command, stop: StopRequests) -> None:
     with mesh.use(devices):
         for out, (config, resume) in runs.items():
             stop.check()
-            stop.waits_for = None
             if command.eval_only:
                 validate(config, out, resume=resume, stop=stop)
                 continue

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from tqdm import tqdm
 
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot, run_folder
 from examples.llama.build import build
@@ -37,21 +35,29 @@ class DivergedError(UserError):
     """A loss or a gradient is no longer finite."""
 
 
-class _Start(NamedTuple):
-    """A model before its first step, and its data."""
+class _Run(NamedTuple):
+    """A run: its options, its folder, its model and its data."""
 
+    config: Config
+    out: Path
     model: Llama
     corpus: Corpus
-    val_data: Any  # batches
-    state: TrainState
+    batches: Any
+    val_batches: Any
 
 
-def _start(config: Config) -> _Start:
+def _prepare(config: Config, out: Path, stop: StopRequests) -> tuple[_Run, TrainState]:
+    """Returns a run and its state before the first step."""
+    stop.waits_for = "reading the data"
     mesh.check_batch(config.batch // config.accumulate)
     model, weights, corpus = build(config)
-    val_data = batches(corpus, "val", seq=config.seq, batch=config.batch, seed=0)
+    sizes = {"seq": config.seq, "batch": config.batch}
+    train_batches = batches(corpus, "train", seed=config.seed, **sizes)
+    val_batches = batches(corpus, "val", seed=0, **sizes)
+    stop.check()
+    stop.waits_for = "making the initial weights"
     state = init_state(model, make_optimizer(config)[0], weights, config.seed)
-    return _Start(model, corpus, val_data, state)
+    return _Run(config, out, model, corpus, train_batches, val_batches), state
 
 
 def train(
@@ -79,34 +85,33 @@ def train(
     with nullcontext(stop) if stop else stop_requests() as stop:
         run_folder.check_folder(out, config, resume)
         mesh.wait("checked")
-        start = _start(config)
+        run, state = _prepare(config, out, stop)
         exports = [export] if export else []
         if config.from_hf is not None and config.save_every and export != "hf":
             exports.insert(0, "hf")
-        with tokenizer_source(config, start.model.config) as like:
-            for name in exports:
-                hf.check_exportable(name, start.model, like=like)
+        for name in exports:
+            with tokenizer_source(config, run.model.config) as like:
+                hf.check_exportable(name, run.model, like=like)
         folders = [out / name for name in exports]
         if not resume:
             _check_new(folders)
         stop.check()
         first = mesh.is_first()  # enters the folder and prints for all processes
-        entered = run_folder.enter_folder(out, config, start.corpus, resume)
+        entered = run_folder.enter_folder(out, config, run.corpus, resume)
         with entered if first else nullcontext():
             mesh.wait("entered")
-            state = start.state
             if resume:
                 state = _latest_state(out, state)
                 if int(state.step) < config.steps:
                     _check_new(folders)
             if first:
                 if resume:
-                    run_folder.write_options(out, config, start.corpus)
-                _describe(config, start)
-            state = _take_steps(config, out, start, state, stop)
+                    run_folder.write_options(out, config, run.corpus)
+                _describe(run, optax.tree.size(state.params))
+            state = _take_steps(run, state, stop)
             for folder in folders:
                 stop.waits_for = f"writing {folder}"
-                _export(config, start.model, state, folder)
+                _export(run, state, folder)
 
 
 def _check_new(folders: list[Path]) -> None:
@@ -125,23 +130,22 @@ def validate(config: Config, out: Path, *, resume: bool, stop: StopRequests) -> 
 
     With `resume`, it is the loss after the latest checkpoint of the run in `out`.
     """
-    start = _start(config)
-    state, of = start.state, config.from_hf or "a new model"
+    run, state = _prepare(config, out, stop)
+    of = config.from_hf or "a new model"
     if resume:
-        run_folder.check_same(out, config, start.corpus)
+        run_folder.check_same(out, config, run.corpus)
         state = _latest_state(out, state)
         of = f"step {int(state.step)} of {out}"
     stop.waits_for = "the validation"
-    loss = evaluate(start.model, state, start.val_data)
+    loss = evaluate(run.model, state, run.val_batches)
     if mesh.is_first():
         print(f"{config.recipe}: validation loss {loss:.4f} (nats per token) of {of}")
         tokens = f"{EVAL_BATCHES} batches of {config.batch} x {config.seq} tokens"
-        print(f"  {tokens}; {len(start.corpus.val):,} tokens are held out")
+        print(f"  {tokens}; {len(run.corpus.val):,} tokens are held out")
 
 
-def _describe(config: Config, start: _Start) -> None:
-    model, tokens = start.model, len(start.corpus.train)
-    parameters = optax.tree.size(start.state.params)
+def _describe(run: _Run, parameters: int) -> None:
+    config, model, tokens = run.config, run.model, len(run.corpus.train)
     used, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
     where = f"{used} {backend}{'s' * (used > 1)}"
     print(f"{config.recipe}: {parameters:,} parameters on {where}, {tokens:,} tokens")
@@ -184,17 +188,13 @@ def _check_nothing_is_missing(out: Path) -> None:
         )
 
 
-def _take_steps(
-    config: Config, out: Path, start: _Start, state: TrainState, stop: StopRequests
-) -> TrainState:
+def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
     """Takes the remaining steps and returns the last state.
 
     A signal raises KeyboardInterrupt after its step, with a checkpoint.
     """
-    model, corpus, val_data, _ = start
-    sizes = {"seq": config.seq, "batch": config.batch, "seed": config.seed}
-    data, first = batches(corpus, "train", **sizes), int(state.step) + 1
-    log, is_first = out / "metrics.jsonl", mesh.is_first()
+    config, out, model = run.config, run.out, run.model
+    first, log, is_first = int(state.step) + 1, out / "metrics.jsonl", mesh.is_first()
     dot_general = model.dot_general
     recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
     stats_before = state.stats()
@@ -204,19 +204,26 @@ def _take_steps(
         return state
 
     def batch(step: int) -> Any:
-        tokens = data[step - 1].reshape(config.accumulate, -1, config.seq + 1)
+        tokens = run.batches[step - 1].reshape(config.accumulate, -1, config.seq + 1)
         return mesh.distribute(tokens, None, "batch", None)
 
     and_save = " and a checkpoint" if config.save_every else ""
     with progress_bar(first - 1, config.steps, shown=is_first) as bar:
         if first == 1:
+            bar.set_postfix_str("validating")
             stop.waits_for = "the validation"
-            before = {"step": 0, "val_loss": evaluate(model, state, val_data)}
+            before = {"step": 0, "val_loss": evaluate(model, state, run.val_batches)}
             if is_first:
                 metrics.append(before, log)
+            stop.check()
+        bar.set_postfix_str("compiling")
         stop.waits_for = "compiling"
-        train_step = _compile(config, model, state, batch(first))
-        _stop_all(stop)
+        started = time.perf_counter()
+        jitted = make_train_step(model, *make_optimizer(config))
+        train_step = jitted.lower(state, batch(first)).compile()
+        if is_first:
+            bar.write(f"compiled in {time.perf_counter() - started:.1f} s")
+        stop.check()
         pending: list[dict[str, Any]] = []
         started = time.perf_counter()
         for step in range(first, config.steps + 1):
@@ -235,7 +242,7 @@ def _take_steps(
             seconds = (time.perf_counter() - started) / len(records)
             if evaluates:
                 stop.waits_for = f"the validation{and_save}"
-                records[-1]["val_loss"] = evaluate(model, state, val_data)
+                records[-1]["val_loss"] = evaluate(model, state, run.val_batches)
             for record in records:
                 record |= _speed(config, model, seconds)
                 if is_first:
@@ -249,27 +256,9 @@ def _take_steps(
                 checkpoint.save(checkpoints(out), step, state)
                 if is_first:
                     plot.draw_curves(out, recipe)
-            _stop_all(stop)
+            stop.check()
             started = time.perf_counter()
     return state
-
-
-def _stop_all(stop: StopRequests) -> None:
-    """Raises KeyboardInterrupt in all processes if a signal arrived in one."""
-    if mesh.any_of(stop.is_set()):
-        raise KeyboardInterrupt
-
-
-def _compile(
-    config: Config, model: Llama, state: TrainState, batch: Any
-) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
-    """Compiles the training step and prints how long it took."""
-    started = time.perf_counter()
-    train_step = make_train_step(model, *make_optimizer(config))
-    compiled = train_step.lower(state, batch).compile()
-    if mesh.is_first():
-        tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
-    return compiled
 
 
 def _speed(config: Config, model: Llama, seconds: float) -> dict[str, float]:
@@ -289,8 +278,9 @@ def check_finite(record: dict[str, Any], out: Path) -> None:
             raise DivergedError(f"{where}; try a smaller --lr and another --out")
 
 
-def _export(config: Config, model: Llama, state: TrainState, folder: Path) -> None:
+def _export(run: _Run, state: TrainState, folder: Path) -> None:
     """Writes a model in the format that names the folder; one that exists stays."""
+    config, model = run.config, run.model
     variables = {"params": state.params, "fallback": state.fallback}
     if folder.name != "hf":
         tokens = jax.ShapeDtypeStruct((1, config.seq), jnp.int32)

@@ -271,7 +271,7 @@ class Recipe:
         )
         yield "target_rate", accepted, "a pair (low, high) with 0 <= low < high <= 1"
         is_positive = is_positive_float32(self.alpha)
-        accepted = is_positive and np.float32(self.alpha) > 1
+        accepted = is_positive and bool(np.float32(self.alpha) > 1)
         yield "alpha", accepted, "a finite number above 1, in float32"
         is_positive = is_number(start) and 1e-37 < start < 1e38
         takes = "'first_batch' or a number above 0 that float32 can represent"
