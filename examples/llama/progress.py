@@ -45,20 +45,6 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
     bar.update()
 
 
-def interruptible(items: Iterable[T]) -> Iterator[T]:
-    """Yields items, between which Ctrl-C or SIGTERM raises KeyboardInterrupt.
-
-    Otherwise Python raises it in whatever runs first after a long call of a library,
-    such as a callback of JAX at a garbage collection, where it is ignored.
-    """
-    signaled = threading.Event()
-    with _handled(lambda *_: signaled.set()):
-        for item in items:
-            yield item
-            if signaled.is_set():
-                raise KeyboardInterrupt
-
-
 class StopRequests(threading.Event):
     """Whether Ctrl-C or SIGTERM has asked the program to stop."""
 
@@ -95,25 +81,31 @@ def stop_requests(
             answered = True
             tqdm.write(f"stopping after {requests.waits_for}; {again}")
 
-    with signals, _handled(lambda *_: requests.set()):
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        written.setblocking(False)
-        # Python writes the number of a signal there when it arrives.
-        former = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
-        try:
-            yield requests
-        finally:
-            signal.set_wakeup_fd(former)
-            written.close()
-            thread.join()
-
-
-@contextmanager
-def _handled(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    previous = [signal.signal(signum, handler) for signum in _SIGNALS]
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    written.setblocking(False)
+    # Python writes the number of a signal there when it arrives.
+    former = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+    handlers = [signal.signal(number, lambda *_: requests.set()) for number in _SIGNALS]
     try:
-        yield
+        yield requests
     finally:
-        for signum, former in zip(_SIGNALS, previous, strict=True):
-            signal.signal(signum, former)
+        for number, handler in zip(_SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(former)
+        written.close()
+        thread.join()
+        signals.close()
+
+
+def interruptible(items: Iterable[T]) -> Iterator[T]:
+    """Yields items, between which Ctrl-C or SIGTERM raises KeyboardInterrupt.
+
+    Otherwise Python raises it in whatever runs first after a long call of a library,
+    such as a callback of JAX at a garbage collection, where it is ignored.
+    """
+    with stop_requests() as stop:
+        stop.waits_for = "reading the data"
+        for item in items:
+            yield item
+            stop.check()
