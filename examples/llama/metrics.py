@@ -175,4 +175,4 @@ def compare(runs: list[Path]) -> str:
         line = f"{out.name:{width}}{run.loss:10.4f} {run.loss - first.loss:+8.4f} "
         line += f"{run.val_loss:10.4f} {run.val_loss - first.val_loss:+8.4f} "
         lines.append(line + f"{run.tokens_per_s:12,.0f}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"training loss: {describe_mean(first)}"])

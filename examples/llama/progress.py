@@ -108,4 +108,5 @@ def interruptible(items: Iterable[T]) -> Iterator[T]:
         stop.waits_for = "reading the data"
         for item in items:
             yield item
-            stop.check()
+            if stop.is_set():
+                raise KeyboardInterrupt

@@ -184,18 +184,18 @@ def main(argv: list[str] | None = None) -> int:
         typed = [sys.orig_argv[0], "-m", "examples.llama.train", *again]
         print(f"{how} with: {shlex.join(typed)}", flush=True)
 
-    with stop_requests(say_how_to_continue) as stop:
-        try:
-            mesh.join(argv)
+    try:
+        mesh.join(argv)  # before, because it also handles SIGTERM
+        with stop_requests(say_how_to_continue) as stop:
             command = parse_command(argv)
             runs = command.runs
             run(command, stop)
-        except KeyboardInterrupt:
-            say_how_to_continue()
-            return 130
-        except (UserError, ExportError, OSError) as error:  # OSError names its file
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    except KeyboardInterrupt:
+        say_how_to_continue()
+        return 130
+    except (UserError, ExportError, OSError) as error:  # OSError names its file
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
