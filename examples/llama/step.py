@@ -243,25 +243,12 @@ def _leaves(tree: PyTree, name: str) -> dict[str, jax.Array]:
 def evaluate(model: Llama, state: TrainState, data: Sequence[Any]) -> float:
     """Returns the mean loss of a state on a fixed set of batches.
 
-    Before the first step, INT8 layers set the threshold of each batch by itself, as the
-    first step does. Delayed FP8 takes its scales from the first batch.
+    Before the first step it is computed as the first step does: INT8 layers set the
+    threshold of each batch by itself, and delayed FP8 has scales of 1.
     """
-    tokens = [mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES)]
-    variables = state.variables()
-    if state.overwritten and not int(state.step):
-        variables[OVERWRITE_WITH_GRADIENT] = _measure_scales(model, state, tokens[0])
-    losses = [_val_loss(model, variables, batch) for batch in tokens]
+    tokens = (mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES))
+    losses = [_val_loss(model, state.variables(), batch) for batch in tokens]
     return float(jnp.stack(losses).mean())
-
-
-@partial(jax.jit, static_argnums=0)
-def _measure_scales(model: Llama, state: TrainState, tokens: jax.Array) -> PyTree:
-    """The state of FP8 layers with delayed scaling after a batch."""
-    differentiated = state.variables()
-    others = {"fallback": differentiated.pop("fallback")}
-    grad = jax.grad(partial(_loss, model), has_aux=True)
-    grads, _ = grad(differentiated, others, tokens)
-    return grads[OVERWRITE_WITH_GRADIENT]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -32,7 +32,7 @@ from examples.llama import (
     training,
 )
 from examples.llama.build import build, last_state
-from examples.llama.config import Config
+from examples.llama.config import RECIPES, Config
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
 from examples.llama.train import parse_command
@@ -547,6 +547,18 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
         split.params,
         whole.params,
     )
+
+
+@pytest.mark.parametrize("recipe", ["fallback", "fp8_delayed"])
+def test_a_model_is_validated_before_training_as_its_first_step_computes(recipe):
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 32)
+    model = Llama(small_config(), RECIPES[recipe])
+    state = step.init_state(model, optax.sgd(1.0), None, seed=0)
+    found = step.evaluate(model, state, [np.asarray(tokens)] * step.EVAL_BATCHES)
+    differentiated = state.variables()
+    others = {"fallback": differentiated.pop("fallback")}
+    loss, _ = step._loss(model, differentiated, others, tokens)
+    assert found == pytest.approx(float(loss), rel=1e-5)
 
 
 @pytest.mark.parametrize(
