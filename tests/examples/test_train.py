@@ -191,8 +191,8 @@ def test_a_signal_before_the_first_step_is_answered_and_ends_the_phase(
         os.kill(os.getpid(), signal.SIGTERM)
         # The answer comes from a thread, while the phase is busy.
         answer, deadline = "", time.monotonic() + 10
-        while not answer and time.monotonic() < deadline:
-            answer = capfd.readouterr().out
+        while "stopping" not in answer and time.monotonic() < deadline:
+            answer += capfd.readouterr().out
         done.append(answer)
         return former(*args)
 
