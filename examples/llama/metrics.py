@@ -33,8 +33,8 @@ def continue_after(step: int, path: Path) -> None:
     kept: dict[int, bytes] = {}
     moved = b""
     for line in path.read_bytes().splitlines() if path.exists() else []:
-        found = (_parse(line) or {"step": 0})["step"]
-        if 1 <= found <= step and found not in kept:
+        found = (_parse(line) or {"step": -1})["step"]
+        if step and 0 <= found <= step and found not in kept:
             kept[found] = line
         else:
             moved += line + b"\n"
@@ -45,7 +45,7 @@ def continue_after(step: int, path: Path) -> None:
             with other.open("ab") as file:
                 file.write(moved)
         atomic.write(path, b"".join(kept[step] + b"\n" for step in sorted(kept)))
-    if lost := step - len(kept):
+    if lost := step - len(kept.keys() - {0}):
         print(f"warning: {path} lacks {lost} of the {step} steps so far")
 
 
@@ -55,10 +55,14 @@ def append(record: dict[str, Any], path: Path) -> None:
         file.write(json.dumps(_plain(record)) + "\n")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the records in `path`, in order, without lines that are no records."""
+def read(path: Path, first: int = 1) -> list[dict[str, Any]]:
+    """Reads the records in `path` from step `first` on, in order.
+
+    Step 0 is the validation before training. Lines that are no records are left out.
+    """
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return [record for record in map(_parse, lines) if record is not None]
+    records = map(_parse, lines)
+    return [record for record in records if record and record["step"] >= first]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -92,28 +96,30 @@ def _plain(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean loss of the last 20 steps, the last validation loss and median speeds.
+    """Means and medians over the steps of a run; NaN for what no record holds."""
 
-    NaN stands for what no record holds.
-    """
-
-    loss: float
-    val_loss: float
-    tokens_per_s: float
+    loss: float  # the mean of the last steps
+    steps: int  # that it is the mean of, up to 20
+    val_loss: float  # the last one
+    first_val_loss: float  # before training; older runs have none
+    tokens_per_s: float  # the median
     mfu: float | None  # of the device's bfloat16 peak; None if it is unknown
 
 
 def summarize(out: Path) -> Summary:
     """Summarizes the finished run in `out`."""
-    records = read(out / "metrics.jsonl")
+    records = read(out / "metrics.jsonl", first=0)
 
     def values(name: str) -> list[float]:
         return [x for record in records if (x := record.get(name)) is not None]
 
-    mfu = values("mfu")
+    mfu, losses = values("mfu"), values("loss")[-20:]
+    before = [r["val_loss"] for r in records if r["step"] == 0 and r.get("val_loss")]
     return Summary(
-        loss=statistics.fmean(values("loss")[-20:] or [math.nan]),
+        loss=statistics.fmean(losses or [math.nan]),
+        steps=len(losses),
         val_loss=(values("val_loss") or [math.nan])[-1],
+        first_val_loss=(before or [math.nan])[0],
         tokens_per_s=statistics.median(values("tokens_per_s") or [math.nan]),
         mfu=statistics.median(mfu) if mfu else None,
     )
@@ -122,14 +128,21 @@ def summarize(out: Path) -> Summary:
 def report(out: Path) -> str:
     """Describes the finished run in `out`: its losses, its speed and its files."""
     run = summarize(out)
-    loss = f"{run.loss:.4f} training (mean of the last 20 steps)"
+    lines = {"loss": f"{run.loss:.4f} training ({describe_mean(run)})"}
+    lines["validation"] = f"{run.val_loss:.4f} after training"
+    if not math.isnan(run.first_val_loss):
+        lines["validation"] += f", {run.first_val_loss:.4f} before it"
     mfu = "" if run.mfu is None else f", {run.mfu:.1%} model FLOP utilization"
-    lines = {"loss": f"{loss}, {run.val_loss:.4f} validation"}
-    lines["speed"] = f"{run.tokens_per_s:,.0f} tokens/s{mfu}"
+    lines["speed"] = f"{run.tokens_per_s:,.0f} tokens/s{mfu} (median of the steps)"
     files = {"picture": "curves.png", "metrics": "metrics.jsonl"}
     files |= {"checkpoints": "checkpoints", "model": "hf"}
     lines |= {n: str(out / file) for n, file in files.items() if (out / file).exists()}
     return "\n".join(f"  {name:13}{line}" for name, line in lines.items())
+
+
+def describe_mean(run: Summary) -> str:
+    """What the training loss of a summary is the mean of, in words."""
+    return f"mean of the last {run.steps} steps" if run.steps > 1 else "of one step"
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -162,4 +175,4 @@ def compare(runs: list[Path]) -> str:
         line = f"{out.name:{width}}{run.loss:10.4f} {run.loss - first.loss:+8.4f} "
         line += f"{run.val_loss:10.4f} {run.val_loss - first.val_loss:+8.4f} "
         lines.append(line + f"{run.tokens_per_s:12,.0f}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"training loss: {describe_mean(first)}"])

@@ -48,16 +48,17 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
     axes = above.subplots()
     axes.set(title=f"Loss ({run.name})", xlabel="step", ylabel="nats per token")
     _draw_loss(axes, records, label="training", color=COLORS[0])
-    _draw_validation(axes, records, label="validation", color=COLORS[1])
+    _draw_validation(axes, run, label="validation", color=COLORS[1])
     finish(axes)
     save(figure, run / "curves.png")
 
 
 def draw_comparison(runs: list[Path], path: Path) -> None:
     """Draws the losses of equally long runs, and their differences from the first."""
-    title = "Loss (legend: mean of the last 20 steps; circles: validation)"
+    summaries = [metrics.summarize(run) for run in runs]
+    final, mean = [run.loss for run in summaries], metrics.describe_mean(summaries[0])
+    title = f"Loss (legend: {mean}; circles: validation)"
     figure, losses, differences = loss_panels(title, runs[0].name)
-    final = [metrics.summarize(run).loss for run in runs]
     baseline: dict[int, float | None] = {}
     for index, run in enumerate(runs):
         records, line = metrics.read(run / "metrics.jsonl"), style(index)
@@ -67,7 +68,7 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
         else:
             baseline = {record["step"]: record.get("loss") for record in records}
         _draw_loss(losses, records, label=label, **line)
-        _draw_validation(losses, records, color=line["color"])
+        _draw_validation(losses, run, color=line["color"])
         shared = [record for record in records if record["step"] in baseline]
         exact = np.array([baseline[record["step"]] for record in shared], np.float64)
         difference = smooth(_column(shared, "loss") - exact)
@@ -93,7 +94,8 @@ def _draw_loss(axes: Axes, records: Records, **line: Any) -> None:
     axes.plot(steps, smooth(loss), **line)
 
 
-def _draw_validation(axes: Axes, records: Records, **line: Any) -> None:
+def _draw_validation(axes: Axes, run: Path, **line: Any) -> None:
+    records = metrics.read(run / "metrics.jsonl", first=0)
     records = [record for record in records if "val_loss" in record]
     steps, loss = _column(records, "step"), _column(records, "val_loss")
     axes.plot(steps, loss, "o", markeredgecolor="white", markersize=7, **line)

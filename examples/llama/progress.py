@@ -1,6 +1,8 @@
 """The progress bar of a run, and requests to stop it."""
 
+import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,18 +10,30 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from examples.llama import mesh
+
 T = TypeVar("T")
+
+_SIGNALS = signal.SIGINT, signal.SIGTERM
+_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
     """The progress bar of a run; until the first `show` it says that JAX compiles."""
     text = "compiling" if done < steps else None
-    return tqdm(initial=done, total=steps, unit="step", postfix=text, disable=not shown)
+    # tqdm's own rate would count validations, checkpoints and compiling as steps.
+    return tqdm(
+        initial=done, total=steps, bar_format=_FORMAT, postfix=text, disable=not shown
+    )
 
 
 def show(bar: tqdm, record: dict[str, Any]) -> None:
     """Advances the progress bar by one step and shows the metrics of that step."""
     shown = {"loss": f"{record['loss']:.3f}"}
+    if (seconds := record.get("seconds")) is not None:
+        shown["s/step"] = f"{seconds:.3g}"
+        steps_left = (bar.total or 0) - bar.n - 1
+        shown["left"] = tqdm.format_interval(seconds * steps_left)
     shown["tokens/s"] = f"{record['tokens_per_s']:,.0f}"
     if "mfu" in record:
         shown["mfu"] = f"{record['mfu']:.1%}"
@@ -31,40 +45,68 @@ def show(bar: tqdm, record: dict[str, Any]) -> None:
     bar.update()
 
 
+class StopRequests(threading.Event):
+    """Whether Ctrl-C or SIGTERM has asked the program to stop."""
+
+    waits_for = "setting up"  # what a stop waits for, in words
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt in all processes if one was asked to stop."""
+        if mesh.any_of(self.is_set()):
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_requests(
+    last_words: Callable[[], None] = lambda: None,
+) -> Iterator[StopRequests]:
+    """Turns Ctrl-C and SIGTERM into requests to stop, until the end of the block.
+
+    A thread answers at once, because the main thread may be inside a call that returns
+    to Python minutes later, such as a compilation. A second signal ends the process,
+    after `last_words`: every file is safe, because a run survives being killed.
+    """
+    requests = StopRequests()
+    signals, written = socket.socketpair()
+
+    def answer() -> None:
+        again = "press Ctrl-C again to stop at once"
+        answered = False
+        while number := signals.recv(1):
+            if number[0] not in _SIGNALS:
+                continue
+            if answered:
+                last_words()
+                os._exit(130)
+            answered = True
+            tqdm.write(f"stopping after {requests.waits_for}; {again}")
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    written.setblocking(False)
+    # Python writes the number of a signal there when it arrives.
+    former = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+    handlers = [signal.signal(number, lambda *_: requests.set()) for number in _SIGNALS]
+    try:
+        yield requests
+    finally:
+        for number, handler in zip(_SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(former)
+        written.close()
+        thread.join()
+        signals.close()
+
+
 def interruptible(items: Iterable[T]) -> Iterator[T]:
     """Yields items, between which Ctrl-C or SIGTERM raises KeyboardInterrupt.
 
     Otherwise Python raises it in whatever runs first after a long call of a library,
     such as a callback of JAX at a garbage collection, where it is ignored.
     """
-    signaled = threading.Event()
-    with _handled(lambda *_: signaled.set()):
+    with stop_requests() as stop:
+        stop.waits_for = "reading the data"
         for item in items:
             yield item
-            if signaled.is_set():
+            if stop.is_set():
                 raise KeyboardInterrupt
-
-
-@contextmanager
-def stop_requests() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C or SIGTERM sets; a second signal interrupts."""
-    event = threading.Event()
-
-    def request(signum: int, _: object) -> None:
-        tqdm.write("stopping after this step; press Ctrl-C again to stop at once")
-        event.set()
-        signal.signal(signum, signal.default_int_handler)
-
-    with _handled(request):
-        yield event
-
-
-@contextmanager
-def _handled(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    signals = signal.SIGINT, signal.SIGTERM
-    previous = [signal.signal(signum, handler) for signum in signals]
-    try:
-        yield
-    finally:
-        for signum, former in zip(signals, previous, strict=True):
-            signal.signal(signum, former)

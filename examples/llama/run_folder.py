@@ -67,22 +67,27 @@ def enter_folder(
         with writing(out):
             _lock(lock.fileno(), out)
         check_folder(out, config, resume)  # again: another run may have come and gone
-        options = _options(config, corpus)
-        stored = read_options(out) if resume else options
-        if options["corpus"] != stored["corpus"]:
-            now = f"data = {config.data} has {options['corpus']}"
-            before = f"data = {stored['data']} had {stored['corpus']}"
-            other = "be resumed with other data than before"
-            raise UserError(f"{out} cannot {other}: {now}, and {before}")
-        for name, value in stored.items():
-            if name not in CHANGEABLE and options[name] != value:
-                other = f"{name} = {options[name]}"
-                raise UserError(
-                    f"{out} has {name} = {value}, so it cannot be resumed with {other}"
-                )
-        if not resume:
+        if resume:
+            check_same(out, config, corpus)
+        else:
             write_options(out, config, corpus)
         yield
+
+
+def check_same(out: Path, config: Config, corpus: Corpus) -> None:
+    """Raises UserError if the run in `out` has other options, or other data."""
+    options, stored = _options(config, corpus), read_options(out)
+    if options["corpus"] != stored["corpus"]:
+        now = f"data = {config.data} has {options['corpus']}"
+        before = f"data = {stored['data']} had {stored['corpus']}"
+        other = "be resumed with other data than before"
+        raise UserError(f"{out} cannot {other}: {now}, and {before}")
+    for name, value in stored.items():
+        if name not in CHANGEABLE and options[name] != value:
+            other = f"{name} = {options[name]}"
+            raise UserError(
+                f"{out} has {name} = {value}, so it cannot be resumed with {other}"
+            )
 
 
 def _lock(file: int, out: Path) -> None:

@@ -129,7 +129,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=4)
 def make_train_step(
     model: Llama, optimizer: Optimizer, schedule: optax.Schedule
-) -> Callable[..., tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """Returns the jitted training step, ``(state, tokens) -> (state, metrics)``.
 
     ``tokens`` is int32 [N, B/N, S+1]. The step averages the gradients of microbatches,
@@ -241,7 +241,11 @@ def _leaves(tree: PyTree, name: str) -> dict[str, jax.Array]:
 
 
 def evaluate(model: Llama, state: TrainState, data: Sequence[Any]) -> float:
-    """Returns the mean loss of a state on a fixed set of batches."""
+    """Returns the mean loss of a state on a fixed set of batches.
+
+    Before the first step it is computed as the first step does: INT8 layers set the
+    threshold of each batch by itself, and delayed FP8 has scales of 1.
+    """
     tokens = (mesh.distribute(data[i], "batch", None) for i in range(EVAL_BATCHES))
     losses = [_val_loss(model, state.variables(), batch) for batch in tokens]
     return float(jnp.stack(losses).mean())

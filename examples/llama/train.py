@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from examples.llama import fields, mesh, metrics, plot, run_folder
+from examples.llama import fields, hf, mesh, metrics, plot, run_folder
 from examples.llama.config import Config
 from examples.llama.errors import UserError
+from examples.llama.progress import StopRequests, stop_requests
 from examples.llama.run_folder import has_run
-from examples.llama.training import train
-from fbq_jax.export import FORMATS, ExportError
+from examples.llama.training import train, validate
+from fbq_jax.export import ExportError
 
 # Sizes are multiples of 128: quantized matrices consist of complete blocks.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -44,6 +45,7 @@ class Command(NamedTuple):
     out: Path  # the folder of the run, or of the runs of a comparison
     resume: bool
     export: str | None  # the format to export the trained model in
+    eval_only: bool  # whether to print the validation loss only
     mesh: str  # the devices to train on, in the format of `mesh.make`
     given: dict[str, Any]  # the options of `Config` that the command line sets
     defaults: dict[str, Any]  # of others, which a resumed run takes from its folder
@@ -67,6 +69,13 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
             raise UserError(f"--compare takes two or more different recipes, got {got}")
         if asked.export is not None:
             raise UserError("--export takes one run; leave --compare out")
+    if asked.eval_only and asked.export is not None:
+        raise UserError("--eval-only trains nothing to export; leave --export out")
+    if asked.eval_only and asked.out is not None and not asked.resume:
+        raise UserError(
+            "--eval-only writes nothing: leave --out out, or add --resume to validate "
+            f"the run in {asked.out}"
+        )
     defaults: dict[str, Any] = {}
     if asked.preset is not None:
         given = PRESETS[asked.preset] | given
@@ -77,7 +86,10 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     name = "compare" if compared else given.get("recipe", Config.recipe)
     out = asked.out or Path("runs") / name
     runs = {out / name: {"recipe": name} for name in compared} or {out: {}}
-    return Command(runs, out, asked.resume, asked.export, asked.mesh, given, defaults)
+    return Command(
+        *(runs, out, asked.resume, asked.export, asked.eval_only, asked.mesh),
+        *(given, defaults),
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,9 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "folder of the run (default: runs/<recipe>, or runs/compare)"
     add("--out", type=Path, help=text)
     add("--resume", action="store_true", help="continue the run in --out, bit for bit")
-    text = "also write the trained INT8 codes to this folder in --out, for serving; "
-    text += "with --resume, of a run that has ended"
-    add("--export", choices=FORMATS, help=text)
+    text = "also write the trained model to this folder in --out: INT8 codes for "
+    text += "serving, or floats (hf); with --resume, of a run that has ended"
+    add("--export", choices=hf.FORMATS, help=text)
+    text = "print the validation loss of the model before training, or of the run in "
+    text += "--out with --resume; trains and writes nothing"
+    add("--eval-only", action="store_true", help=text)
     return parser
 
 
@@ -128,20 +143,25 @@ def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
                 differ = f"{first} has {name} = {value} and {out} has {other}"
                 raise UserError(f"{differ}: they cannot be compared")
     for out, (config, resume) in runs.items():
-        run_folder.check_folder(out, config, resume)
+        if resume or not command.eval_only:
+            run_folder.check_folder(out, config, resume)
     return runs
 
 
-def run(command: Command) -> None:
+def run(command: Command, stop: StopRequests) -> None:
     """Trains what the command line asks for, and prints the reports."""
     devices = mesh.make(command.mesh)
     runs = plan(command)
     with mesh.use(devices):
         for out, (config, resume) in runs.items():
-            train(config, out, resume=resume, export=command.export)
+            stop.check()
+            if command.eval_only:
+                validate(config, out, resume=resume, stop=stop)
+                continue
+            train(config, out, resume=resume, export=command.export, stop=stop)
             if mesh.is_first():
                 print(metrics.report(out))
-    if len(runs) > 1 and mesh.is_first():
+    if len(runs) > 1 and not command.eval_only and mesh.is_first():
         picture, numbers = command.out / "compare.png", command.out / "compare.json"
         plot.draw_comparison(list(runs), picture)
         metrics.write_comparison(list(runs), numbers)
@@ -153,20 +173,25 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     runs: dict[Path, dict[str, str]] = {}
-    try:
-        mesh.join(argv)
-        command = parse_command(argv)
-        runs = command.runs
-        run(command)
-    except KeyboardInterrupt:
+
+    def say_how_to_continue() -> None:
         again, how = argv, "stopped; continue"
-        if any(map(has_run, runs)):
+        if any(map(has_run, runs)) and "--eval-only" not in argv:
             again = argv if "--resume" in argv else [*argv, "--resume"]
             if not any(run_folder.checkpoints(out).exists() for out in runs):
                 how = "stopped without a checkpoint; start again"
         # As it was typed: the Python of a virtual environment need not be on the path.
         typed = [sys.orig_argv[0], "-m", "examples.llama.train", *again]
-        print(f"{how} with: {shlex.join(typed)}")
+        print(f"{how} with: {shlex.join(typed)}", flush=True)
+
+    try:
+        mesh.join(argv)  # before, because it also handles SIGTERM
+        with stop_requests(say_how_to_continue) as stop:
+            command = parse_command(argv)
+            runs = command.runs
+            run(command, stop)
+    except KeyboardInterrupt:
+        say_how_to_continue()
         return 130
     except (UserError, ExportError, OSError) as error:  # OSError names its file
         print(f"error: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,14 @@ import optax
 from examples.llama import checkpoint, flops, hf, mesh, metrics, plot, run_folder
 from examples.llama.build import build
 from examples.llama.config import Config
-from examples.llama.data import batches
+from examples.llama.data import Corpus, batches
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
-from examples.llama.progress import progress_bar, show, stop_requests
+from examples.llama.progress import StopRequests, progress_bar, show, stop_requests
 from examples.llama.projections import why_not_fused
 from examples.llama.run_folder import checkpoints
 from examples.llama.step import (
+    EVAL_BATCHES,
     TrainState,
     evaluate,
     init_state,
@@ -34,8 +35,38 @@ class DivergedError(UserError):
     """A loss or a gradient is no longer finite."""
 
 
+class _Run(NamedTuple):
+    """A run: its options, its folder, its model and its data."""
+
+    config: Config
+    out: Path
+    model: Llama
+    corpus: Corpus
+    batches: Any
+    val_batches: Any
+
+
+def _prepare(config: Config, out: Path, stop: StopRequests) -> tuple[_Run, TrainState]:
+    """Returns a run and its state before the first step."""
+    stop.waits_for = "reading the data"
+    mesh.check_batch(config.batch // config.accumulate)
+    model, weights, corpus = build(config)
+    sizes = {"seq": config.seq, "batch": config.batch}
+    train_batches = batches(corpus, "train", seed=config.seed, **sizes)
+    val_batches = batches(corpus, "val", seed=0, **sizes)
+    stop.check()
+    stop.waits_for = "making the initial weights"
+    state = init_state(model, make_optimizer(config)[0], weights, config.seed)
+    return _Run(config, out, model, corpus, train_batches, val_batches), state
+
+
 def train(
-    config: Config, out: Path, *, resume: bool = False, export: str | None = None
+    config: Config,
+    out: Path,
+    *,
+    resume: bool = False,
+    export: str | None = None,
+    stop: StopRequests | None = None,
 ) -> None:
     """Trains one model; Ctrl-C or SIGTERM stops it with a KeyboardInterrupt.
 
@@ -44,45 +75,77 @@ def train(
         out: The folder of the run: a new one, or the one to resume.
         resume: Whether to continue the run in `out`, bit for bit. `config` may differ
             in `run_folder.CHANGEABLE`.
-        export: One of ``fbq_jax.export.FORMATS``: after the last step, the model is
-            also written to the folder of this name in `out`. None writes none.
+        export: One of ``hf.FORMATS``: after the last step, the model is also written to
+            the folder of this name in `out`. A run that starts from a Hugging Face
+            model always writes "hf", unless it saves no checkpoints.
+        stop: The program's requests to stop; None handles the signals here.
 
     Nothing is written if what is asked for is not possible.
     """
-    run_folder.check_folder(out, config, resume)
-    mesh.wait("checked")
-    mesh.check_batch(config.batch // config.accumulate)
-    model, weights, corpus = build(config)
-    if export is not None:
-        with tokenizer_source(config, model.config) as like:
-            hf.check_exportable(export, model, like=like)
-    sizes = {"seq": config.seq, "batch": config.batch}
-    data = batches(corpus, "train", seed=config.seed, **sizes)
-    val_data = batches(corpus, "val", seed=0, **sizes)
-    state = init_state(model, make_optimizer(config)[0], weights, config.seed)
-    first = mesh.is_first()  # enters the folder and prints for all processes
-    with (
-        run_folder.enter_folder(out, config, corpus, resume) if first else nullcontext()
-    ):
-        mesh.wait("entered")
-        if resume:
-            state = _latest_state(out, state)
-        if first:
+    with nullcontext(stop) if stop else stop_requests() as stop:
+        run_folder.check_folder(out, config, resume)
+        mesh.wait("checked")
+        run, state = _prepare(config, out, stop)
+        exports = [export] if export else []
+        if config.from_hf is not None and config.save_every and export != "hf":
+            exports.insert(0, "hf")
+        for name in exports:
+            with tokenizer_source(config, run.model.config) as like:
+                hf.check_exportable(name, run.model, like=like)
+        folders = [out / name for name in exports]
+        if not resume:
+            _check_new(folders)
+        stop.check()
+        first = mesh.is_first()  # enters the folder and prints for all processes
+        entered = run_folder.enter_folder(out, config, run.corpus, resume)
+        with entered if first else nullcontext():
+            mesh.wait("entered")
             if resume:
-                run_folder.write_options(out, config, corpus)
-            _describe(config, model, optax.tree.size(state.params), len(corpus.train))
-        state, stopped = _take_steps(config, out, model, state, data, val_data)
-        if config.from_hf is not None and config.save_every:
-            params, tuned = mesh.collect(state.params), out / "hf"
-            if first and not tuned.exists():
-                hf.save(tuned, model.config, params, like=config.from_hf)
-        if export is not None and not stopped:
-            _export(export, config, model, state, out / export)
-    if stopped:  # during the last step: the caller must not start another run
-        raise KeyboardInterrupt
+                state = _latest_state(out, state)
+                if int(state.step) < config.steps:
+                    _check_new(folders)
+            if first:
+                if resume:
+                    run_folder.write_options(out, config, run.corpus)
+                _describe(run, optax.tree.size(state.params))
+            state = _take_steps(run, state, stop)
+            for folder in folders:
+                stop.waits_for = f"writing {folder}"
+                _export(run, state, folder)
 
 
-def _describe(config: Config, model: Llama, parameters: int, tokens: int) -> None:
+def _check_new(folders: list[Path]) -> None:
+    """Raises UserError if a folder exists that a run is to write after its last step.
+
+    An export of a run that has ended stays as it is.
+    """
+    for folder in folders:
+        if folder.exists():
+            why = "exists, and the run will write its model there"
+            raise UserError(f"{folder} {why}: move it away, or set another --out")
+
+
+def validate(config: Config, out: Path, *, resume: bool, stop: StopRequests) -> None:
+    """Prints the validation loss of a run before its first step; writes nothing.
+
+    With `resume`, it is the loss after the latest checkpoint of the run in `out`.
+    """
+    run, state = _prepare(config, out, stop)
+    of = config.from_hf or "a new model"
+    if resume:
+        run_folder.check_same(out, config, run.corpus)
+        state = _latest_state(out, state)
+        of = f"step {int(state.step)} of {out}"
+    stop.waits_for = "the validation"
+    loss = evaluate(run.model, state, run.val_batches)
+    if mesh.is_first():
+        print(f"{config.recipe}: validation loss {loss:.4f} (nats per token) of {of}")
+        tokens = f"{EVAL_BATCHES} batches of {config.batch} x {config.seq} tokens"
+        print(f"  {tokens}; {len(run.corpus.val):,} tokens are held out")
+
+
+def _describe(run: _Run, parameters: int) -> None:
+    config, model, tokens = run.config, run.model, len(run.corpus.train)
     used, found, backend = mesh.size(), jax.device_count(), jax.default_backend()
     where = f"{used} {backend}{'s' * (used > 1)}"
     print(f"{config.recipe}: {parameters:,} parameters on {where}, {tokens:,} tokens")
@@ -125,31 +188,47 @@ def _check_nothing_is_missing(out: Path) -> None:
         )
 
 
-def _take_steps(
-    config: Config, out: Path, model: Llama, state: TrainState, data: Any, val_data: Any
-) -> tuple[TrainState, bool]:
-    """Takes the remaining steps on batches of `data`.
+def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
+    """Takes the remaining steps and returns the last state.
 
-    Returns the last state, and whether a signal arrived during the last step. One
-    before raises KeyboardInterrupt.
+    A signal raises KeyboardInterrupt after its step, with a checkpoint.
     """
+    config, out, model = run.config, run.out, run.model
     first, log, is_first = int(state.step) + 1, out / "metrics.jsonl", mesh.is_first()
     dot_general = model.dot_general
     recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
-    train_step = make_train_step(model, *make_optimizer(config))
-    stats_before, stopped = state.stats(), False
+    stats_before = state.stats()
     if is_first:
         metrics.continue_after(first - 1, log)
-    with (
-        progress_bar(first - 1, config.steps, shown=is_first) as bar,
-        stop_requests() as stop,
-    ):
+    if first > config.steps:
+        return state
+
+    def batch(step: int) -> Any:
+        tokens = run.batches[step - 1].reshape(config.accumulate, -1, config.seq + 1)
+        return mesh.distribute(tokens, None, "batch", None)
+
+    and_save = " and a checkpoint" if config.save_every else ""
+    with progress_bar(first - 1, config.steps, shown=is_first) as bar:
+        if first == 1:
+            bar.set_postfix_str("validating")
+            stop.waits_for = "the validation"
+            before = {"step": 0, "val_loss": evaluate(model, state, run.val_batches)}
+            if is_first:
+                metrics.append(before, log)
+            stop.check()
+        bar.set_postfix_str("compiling")
+        stop.waits_for = "compiling"
+        started = time.perf_counter()
+        jitted = make_train_step(model, *make_optimizer(config))
+        train_step = jitted.lower(state, batch(first)).compile()
+        if is_first:
+            bar.write(f"compiled in {time.perf_counter() - started:.1f} s")
+        stop.check()
         pending: list[dict[str, Any]] = []
         started = time.perf_counter()
         for step in range(first, config.steps + 1):
-            tokens = data[step - 1].reshape(config.accumulate, -1, config.seq + 1)
-            tokens = mesh.distribute(tokens, None, "batch", None)
-            state, measured = train_step(state, tokens)
+            stop.waits_for = f"step {step}{and_save}"
+            state, measured = train_step(state, batch(step))
             pending.append({"step": step, **measured})
             last = step == config.steps
             evaluates = last or step % config.eval_every == 0
@@ -162,24 +241,24 @@ def _take_steps(
             records, pending = jax.device_get(pending), []
             seconds = (time.perf_counter() - started) / len(records)
             if evaluates:
-                records[-1]["val_loss"] = evaluate(model, state, val_data)
+                stop.waits_for = f"the validation{and_save}"
+                records[-1]["val_loss"] = evaluate(model, state, run.val_batches)
             for record in records:
                 record |= _speed(config, model, seconds)
                 if is_first:
                     metrics.append(record, log)
-                show(bar, record)
+                show(bar, record | {"seconds": seconds})
                 check_finite(record, out)
             if step == first and recipe is not None:
                 assert_live(stats_before, state.stats())
-            stopped = mesh.any_of(stop.is_set())
-            if saves or (stopped and config.save_every):
+            if saves or (mesh.any_of(stop.is_set()) and config.save_every):
+                stop.waits_for = f"the checkpoint of step {step}"
                 checkpoint.save(checkpoints(out), step, state)
                 if is_first:
                     plot.draw_curves(out, recipe)
-            if stopped and not last:
-                raise KeyboardInterrupt
+            stop.check()
             started = time.perf_counter()
-    return state, stopped
+    return state
 
 
 def _speed(config: Config, model: Llama, seconds: float) -> dict[str, float]:
@@ -199,21 +278,22 @@ def check_finite(record: dict[str, Any], out: Path) -> None:
             raise DivergedError(f"{where}; try a smaller --lr and another --out")
 
 
-def _export(
-    name: str, config: Config, model: Llama, state: TrainState, folder: Path
-) -> None:
-    """Writes the codes of a model for serving engines; an export is not repeated."""
+def _export(run: _Run, state: TrainState, folder: Path) -> None:
+    """Writes a model in the format that names the folder; one that exists stays."""
+    config, model = run.config, run.model
     variables = {"params": state.params, "fallback": state.fallback}
-    tokens = jax.ShapeDtypeStruct((1, config.seq), jnp.int32)
-    frozen = mesh.collect(freeze(model, variables, tokens))
+    if folder.name != "hf":
+        tokens = jax.ShapeDtypeStruct((1, config.seq), jnp.int32)
+        variables = freeze(model, variables, tokens)
+    variables = mesh.collect(variables)
     if not mesh.is_first():
         return
     if folder.exists():
         print(f"{folder} exists and stays as it is")
         return
     with tokenizer_source(config, model.config) as like:
-        hf.export(folder, name, model, frozen, like=like)
+        hf.export(folder, folder.name, model, variables, like=like)
         has_tokenizer = like is not None and hf.load_tokenizer(like) is not None
     print(f"exported: {folder}")
-    if name == "gguf" and not has_tokenizer:
+    if folder.name == "gguf" and not has_tokenizer:
         print("note: without a tokenizer, only llama.cpp's library reads the file")

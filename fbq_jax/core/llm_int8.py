@@ -27,6 +27,7 @@ size.  This implementation shows what the method computes; it is not fast.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,7 @@ from fbq_jax.core.arguments import DotArguments, DotGeneral, compute_as_matrices
 from fbq_jax.core.gemms import RHS_NAME, float_matmul
 from fbq_jax.kernels.quantized import Layout, Quantized
 from fbq_jax.ops import dispatch
+from fbq_jax.recipes.numbers_in_float32 import is_positive_float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +68,11 @@ class LlmInt8Dot(DotGeneral):
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.threshold > 0.0:
+        # Infinity quantizes every column.
+        if not (self.threshold == math.inf or is_positive_float32(self.threshold)):
             raise ValueError(
-                f"LlmInt8Dot.threshold takes a number above 0; got {self.threshold!r}"
+                "LlmInt8Dot.threshold takes a number above 0 that float32 can "
+                f"represent; got {self.threshold!r}"
             )
         dispatch.check_name(self.implementation)
 

@@ -22,7 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fbq_jax.recipes.numbers_in_float32 import INT32, is_number, is_positive_float32
+
 Scores = Literal["softmax", "sigmoid"]
+# Programs compute with symbolic sizes in int32, which larger ratios could overflow.
+_MAX_DENOMINATOR = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +46,9 @@ class Routing:
     Raises:
       TypeError: ``num_experts`` or ``top_k`` is not an integer, or another value is
         not a number.
-      ValueError: a value is out of range; or ``top_k`` is 1 with ``renormalize``, which
-        makes all weights 1, so that the router has no gradient.
+      ValueError: a value is out of range (``bias_update_rate`` is computed with in
+        float32); or ``top_k`` is 1 with ``renormalize``, which makes all weights 1, so
+        that the router has no gradient.
 
     >>> Routing(8, top_k=9)
     Traceback (most recent call last):
@@ -63,9 +68,10 @@ class Routing:
             value = getattr(self, name)
             if not isinstance(value, numbers.Integral):
                 raise TypeError(f"Routing.{name} takes an integer; got {value!r}")
-        if self.num_experts < 1:
+            object.__setattr__(self, name, int(value))
+        if not 1 <= self.num_experts <= INT32.max:
             raise ValueError(
-                f"Routing.num_experts must be at least 1; got {self.num_experts}"
+                f"Routing.num_experts takes 1 to {INT32.max}; got {self.num_experts}"
             )
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
@@ -83,23 +89,39 @@ class Routing:
             )
         for name in ("bias_update_rate", "capacity_factor"):
             value = getattr(self, name)
-            if not isinstance(value, numbers.Real | None):
+            if value is not None and not is_number(value):
                 raise TypeError(
                     f"Routing.{name} takes a positive number or None; got {value!r}"
                 )
-            if value is not None and not 0.0 < float(value) < math.inf:
-                raise ValueError(
-                    f"Routing.{name} takes a positive number or None; got {value}"
-                )
+        factor, rate = self.capacity_factor, self.bias_update_rate
+        if factor is not None and not 0 < factor < math.inf:
+            raise ValueError(
+                "Routing.capacity_factor takes a positive number or None; got "
+                f"{factor!r}"
+            )
+        if rate is not None and not is_positive_float32(rate):
+            raise ValueError(
+                "Routing.bias_update_rate takes a positive number that float32 can "
+                f"represent, or None; got {rate!r}"
+            )
 
     def capacity(self, tokens: int) -> int | None:
         """The most tokens that an expert computes; None for no limit."""
         if self.capacity_factor is None:
             return None
         # In integers, because the number of tokens may be symbolic; 1.1 is 11/10.
-        factor = fractions.Fraction(str(self.capacity_factor))
-        rows = factor.numerator * tokens * self.top_k
-        return -(-rows // (factor.denominator * self.num_experts))
+        is_ratio = isinstance(self.capacity_factor, numbers.Rational)
+        of = self.capacity_factor if is_ratio else str(self.capacity_factor)
+        share = fractions.Fraction(of) * self.top_k / self.num_experts
+        if share >= 1:  # a token selects an expert once: none computes more
+            return tokens
+        if share.denominator > _MAX_DENOMINATOR and not isinstance(tokens, int):
+            raise ValueError(
+                "with a symbolic number of tokens, Routing.capacity_factor takes a "
+                "ratio of small integers, such as 1.25 or Fraction(4, 3); got "
+                f"{self.capacity_factor!r}"
+            )
+        return -(-share.numerator * tokens // share.denominator)
 
 
 def check_routing(routing: object) -> None:

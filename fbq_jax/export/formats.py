@@ -7,9 +7,10 @@ the blocks of each tensor, and whoever writes the file knows the names in it.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from fbq_jax.export.weights import BlockWeight, ExportError
@@ -72,8 +73,7 @@ def _compressed_tensors(
 
     ``<module>.weight_packed`` is int32 ``[N, K / 4]``: four codes plus 128 in a word,
     the first in the lowest byte.  ``<module>.weight_scale`` is ``[N, K / group]`` in
-    the dtype of the model, as the engines compute; that rounds scales in bfloat16, and
-    in float16 those below 2^-14, for which there is a warning.
+    the dtype of the model, as the engines compute (``_round_scales``).
     ``<module>.weight_shape`` is int64 ``(N, K)``.  Activations are not quantized.
 
     Raises:
@@ -84,21 +84,13 @@ def _compressed_tensors(
     _check_names(weights)
     group = _common_group(weights)
     tensors: Tensors = {}
+    instead = "export the model in bfloat16 or float32"
+    scales = _round_scales(weights, dtype, instead)
     for name, weight in weights.items():
-        with np.errstate(over="ignore", under="ignore"):
-            scales = weight.scales.astype(dtype)
-        lost = (scales == 0) != (weight.scales == 0)
-        if np.any(lost | ~np.isfinite(scales.astype(np.float32))):
-            raise ExportError(
-                f"{name} has scales that {dtype} cannot hold: export the model in "
-                "bfloat16 or float32"
-            )
         unsigned = np.ascontiguousarray(weight.codes).view(np.uint8) ^ np.uint8(128)
         tensors[f"{name}_packed"] = unsigned.view("<i4")
-        tensors[f"{name}_scale"] = scales
+        tensors[f"{name}_scale"] = scales[name]
         tensors[f"{name}_shape"] = np.array(weight.codes.shape, np.int64)
-    if dtype == np.float16:
-        _warn_of_coarse_scales([w.scales for w in weights.values()], "this format")
     config = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -129,17 +121,17 @@ def _gguf(
 ) -> tuple[Tensors, dict[str, Any]]:
     """The blocks of llama.cpp's ``Q8_0``.
 
-    A tensor is uint8 ``[N, K / 32 * 34]``: for every 32 inputs, a scale in float16 and
-    32 codes.  Larger blocks repeat their scale.  A scale of at least 2^-14 changes by
-    at most one part in 2048.  Below, float16 has steps of 2^-24, and a warning says so.
+    A tensor is uint8 ``[N, K / 32 * 34]``: for every 32 inputs, a scale in float16
+    (``_round_scales``) and 32 codes.  Larger blocks repeat their scale.
 
     Raises:
-      ExportError: the inputs of a weight are not whole blocks, or a scale is not finite
-        in float16.
+      ExportError: the inputs of a weight are not whole blocks, or a scale is out of the
+        range of float16.
     """
     _check_weights(weights)
     tensors: Tensors = {}
-    written = []
+    instead = "use compressed-tensors in bfloat16, or blockwise_int8"
+    scales = _round_scales(weights, np.dtype("<f2"), instead)
     for name, weight in weights.items():
         rows, inputs = weight.codes.shape
         for size in (inputs, weight.group):
@@ -149,43 +141,59 @@ def _gguf(
                     f"as are their blocks; {name} has {inputs} in blocks of "
                     f"{weight.group}"
                 )
-        repeated = weight.scales.repeat(weight.group // _Q8_0_CODES, axis=1)
+        repeated = scales[name].repeat(weight.group // _Q8_0_CODES, axis=1)
         repeated = repeated[:, : inputs // _Q8_0_CODES]
-        with np.errstate(over="ignore", under="ignore"):
-            scales = repeated.astype("<f2")
-        if not np.all(np.isfinite(scales)):
-            raise ExportError(
-                f"Q8_0 takes scales up to {np.finfo(np.float16).max:g}; {name} has "
-                f"{repeated.max():g}"
-            )
         tensors[name] = np.concatenate(
             [
-                scales[..., None].view(np.uint8),
+                repeated[..., None].view(np.uint8),
                 weight.codes.reshape(rows, -1, _Q8_0_CODES).view(np.uint8),
             ],
             axis=-1,
         ).reshape(rows, -1)
-        written.append(repeated)
-    _warn_of_coarse_scales(written, "Q8_0")
     return tensors, {}
 
 
-def _warn_of_coarse_scales(scales: Iterable[np.ndarray], where: str) -> None:
-    """Warns of scales that float16 rounds by more than one part in 2048."""
-    coarse = blocks = 0
-    worst = 0.0
-    for of_weight in scales:
-        low = of_weight[(of_weight != 0) & (of_weight < np.finfo(np.float16).tiny)]
-        error = np.abs(low.astype(np.float16) / low - 1)
-        coarse, blocks = coarse + low.size, blocks + of_weight.size
+def _round_scales(
+    weights: Mapping[str, BlockWeight], dtype: np.dtype, instead: str
+) -> dict[str, np.ndarray]:
+    """Rounds the scales of all weights to the dtype of a format.
+
+    A scale of at least the dtype's smallest normal number changes by less than half a
+    unit in the last place: one part in 2048 in float16, one in 256 in bfloat16.  Below,
+    the dtype is coarse, and a warning says how much weights change.
+
+    Args:
+      weights: the weights by name.
+      dtype: the dtype of the stored scales.
+      instead: what to do if the dtype cannot hold them.
+
+    Raises:
+      ExportError: a scale would become zero or infinite, and with it the weights.
+    """
+    smallest = float(jnp.finfo(dtype).smallest_normal)
+    rounded, coarse, blocks, worst = {}, 0, 0, 0.0
+    for name, weight in weights.items():
+        with np.errstate(over="ignore", under="ignore"):
+            rounded[name] = weight.scales.astype(dtype)
+        values = rounded[name].astype(np.float32)
+        lost = ((values == 0) != (weight.scales == 0)) | ~np.isfinite(values)
+        if np.any(lost):
+            raise ExportError(
+                f"{name} has scales that {dtype} cannot hold, such as "
+                f"{weight.scales[lost][0]:g}: {instead}"
+            )
+        low = (weight.scales != 0) & (weight.scales < smallest)
+        error = np.abs(values[low] / weight.scales[low] - 1)
+        coarse, blocks = coarse + error.size, blocks + low.size
         worst = max(worst, float(error.max(initial=0)))
     if coarse:
         warnings.warn(
-            f"{coarse} of {blocks} blocks have scales below 2^-14, where float16 is "
-            f"coarse: in {where} their weights change by up to {worst:.2g} of their "
+            f"{coarse} of {blocks} blocks have scales below {smallest:.2g}, where "
+            f"{dtype} is coarse: their weights change by up to {worst:.2g} of their "
             "value",
             stacklevel=4,
         )
+    return rounded
 
 
 def _check_weights(weights: Mapping[str, BlockWeight]) -> None:

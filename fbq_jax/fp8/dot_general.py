@@ -34,6 +34,7 @@ from fbq_jax.core.gemms import LHS_NAME, RHS_NAME
 from fbq_jax.fp8 import scaled_tensor
 from fbq_jax.fp8.scaled_tensor import ScaledTensor
 from fbq_jax.kernels.scales import find_amax
+from fbq_jax.recipes.numbers_in_float32 import INT32, is_positive_int32
 from fbq_jax.sharding.mesh_axes import max_over_copies
 
 E4M3 = jnp.float8_e4m3fn
@@ -66,8 +67,10 @@ class Scalings(NamedTuple):
 
 def check_history(length: int) -> None:
     """Raises ValueError unless the length of a history is a positive integer."""
-    if type(length) is not int or length < 1:
-        raise ValueError(f"Fp8Dot.history takes a positive integer; got {length!r}")
+    if not is_positive_int32(length):
+        raise ValueError(
+            f"Fp8Dot.history takes a positive integer up to {INT32.max}; got {length!r}"
+        )
 
 
 def start(length: int) -> Scalings:

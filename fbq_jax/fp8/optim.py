@@ -33,11 +33,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fbq_jax.fp8 import scaled_tensor
 from fbq_jax.fp8.scaled_tensor import ScaledTensor
 from fbq_jax.kernels.rounding import ROUNDINGS, Rounding, fold
+from fbq_jax.recipes.numbers_in_float32 import is_number, is_positive_float32
 
 MU_STREAM, NU_STREAM = range(2)
 
@@ -97,7 +99,8 @@ def fp8_adamw(
         which the updates apply (``with_master_weights``); None keeps none.
 
     Raises:
-      ValueError: ``rounding`` or ``master_dtype`` is not one of these.
+      ValueError: ``rounding`` or ``master_dtype`` is not one of these, or a number is
+        out of range.
 
     >>> params = {"w": jnp.array([3.0, -2.0])}
     >>> optimizer = fp8_adamw(0.1)
@@ -136,10 +139,20 @@ def scale_by_fp8_adam(
       rounding: rounding of the moments, ``"nearest"`` or ``"stochastic"``.
 
     Raises:
-      ValueError: ``rounding`` is not one of these.
+      ValueError: ``rounding`` is not one of these, or a number is out of range.
     """
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {ROUNDINGS}; got {rounding!r}")
+    # Arrays, which ``optax.inject_hyperparams`` passes, have no values yet.
+    for name, value in {"b1": b1, "b2": b2}.items():
+        if is_number(value) and not (0 <= value < 1 and np.float32(value) < 1):
+            raise ValueError(
+                f"{name} takes a number from 0 to below 1, in float32; got {value!r}"
+            )
+    if is_number(eps) and eps != 0 and not is_positive_float32(eps):
+        raise ValueError(
+            f"eps takes 0 or a number above it that float32 can represent; got {eps!r}"
+        )
 
     def init(params: optax.Params) -> Fp8AdamState:
         _check_is_real("fp8_adamw", params)

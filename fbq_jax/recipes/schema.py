@@ -1,16 +1,20 @@
 """Recipes: how the three GEMMs of a linear layer are quantized."""
 
 import dataclasses
-import math
-import numbers
 import operator
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, NoReturn, TypeGuard, get_args
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 import numpy as np
 
 from fbq_jax.kernels.quantized import CODE_DTYPES, CRITERIA, CodeDtype, Criterion
 from fbq_jax.kernels.rounding import ROUNDINGS, Rounding
+from fbq_jax.recipes.numbers_in_float32 import (
+    INT32,
+    is_number,
+    is_positive_float32,
+    is_positive_int32,
+)
 
 BLOCK_SIDES = (32, 64, 128, 256)
 # Tensor cores keep too few bits of the sums of longer products of FP8 codes.
@@ -262,13 +266,14 @@ class Recipe:
         accepted = (
             isinstance(rates, tuple)
             and len(rates) == 2
-            and all(_is_number(rate) for rate in rates)
+            and all(is_number(rate) for rate in rates)
             and 0.0 <= rates[0] < rates[1] <= 1.0
         )
         yield "target_rate", accepted, "a pair (low, high) with 0 <= low < high <= 1"
-        alpha = float(np.float32(self.alpha)) if _is_number(self.alpha) else 0.0
-        yield "alpha", 1.0 < alpha < math.inf, "a finite number above 1, in float32"
-        is_positive = _is_number(start) and 1e-37 < start < 1e38
+        is_positive = is_positive_float32(self.alpha)
+        accepted = is_positive and bool(np.float32(self.alpha) > 1)
+        yield "alpha", accepted, "a finite number above 1, in float32"
+        is_positive = is_number(start) and 1e-37 < start < 1e38
         takes = "'first_batch' or a number above 0 that float32 can represent"
         yield "start", start == "first_batch" or is_positive, takes
 
@@ -361,7 +366,8 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
     pair = isinstance(scales, tuple) and len(scales) == 2
     accepted = pair and all(kind in SCALES for kind in scales)
     yield "scales", accepted, f"one of {SCALES} or a pair of them, for lhs and rhs"
-    yield "shards", type(shards) is int and shards > 0, "an integer of at least 1"
+    takes = f"an integer from 1 to {INT32.max}"
+    yield "shards", is_positive_int32(shards), takes
     yield "keeps", gemm.keeps in KEEPS, f"one of {KEEPS}"
     accepted = gemm.reduce in (None, *REDUCES)
     yield "reduce", accepted, f"one of {REDUCES}, or None for the product's dtype"
@@ -383,7 +389,3 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
     yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"
     accepted = shards == 1 or (is_drhs and _SPLIT_SCALES.isdisjoint(scales))
     yield "shards", accepted, "1, except in a drhs without block scales"
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import flax.traverse_util
@@ -16,7 +17,8 @@ import pytest
 import safetensors.numpy
 
 import fbq_jax
-from examples.llama import hf, train
+from examples.llama import generate, hf, run_folder, train
+from examples.llama.build import last_state
 from examples.llama.build import load as load_trained
 from examples.llama.hf import files, quantized
 from examples.llama.hf.config_json import to_json
@@ -386,7 +388,7 @@ def test_what_cannot_be_exported_is_named_before_anything_is_written(
 
 def test_what_keeps_a_model_from_being_exported_is_named(tmp_path):
     model = Llama(small_config(**SIZES), DOT)
-    with pytest.raises(ExportError, match="export takes one of blockwise_int8"):
+    with pytest.raises(ExportError, match=r"export takes one of .*, gguf, hf, got"):
         hf.check_exportable("onnx", model)
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="takes a new folder"):
@@ -429,3 +431,65 @@ def test_train_exports_at_the_end_and_of_a_run_that_has_ended(tmp_path, text, ca
             np.testing.assert_array_equal(tensor, again[1][name])
         assert train.main([*argv, "--resume", *EXPORT]) == 0
     assert "exists and stays as it is" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("more", [[], ["--experts=4"]])
+def test_a_run_from_scratch_leaves_a_folder_of_transformers(
+    tmp_path, text, capsys, more
+):
+    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    transformers = pytest.importorskip("transformers", reason="compares with it")
+    run = tmp_path / "run"
+    sizes = "--hidden 32 --ffn 64 --layers 2 --heads 2 --kv-heads 1 --seq 16 --batch 2"
+    argv = f"--data {text} --out {run} --steps 2 {sizes} --export hf".split()
+    assert train.main([*argv, *more]) == 0
+    assert f"exported: {run / 'hf'}" in capsys.readouterr().out
+    config, params = hf.load(run / "hf")
+    state = last_state(run_folder.read_config(run), run)
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+    tokens = np.frombuffer(text.read_bytes(), np.uint8)[:24].astype(np.int32)[None]
+    model = Llama(dataclasses.replace(config, dtype=jnp.float32))
+    expected = jax.jit(model.apply)({"params": params}, tokens[:, :16])
+    reread = transformers.AutoModelForCausalLM.from_pretrained(run / "hf").eval()
+    with torch.no_grad():
+        logits = reread(torch.from_numpy(tokens[:, :16].astype(np.int64))).logits
+    np.testing.assert_allclose(logits.numpy(), expected, rtol=0, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "hf")
+    assert tokenizer.encode("né\n") == list("né\n".encode())
+    asked = ["--prompt=1 and ", "--tokens=4", "--temperature=0"]
+    assert generate.main([str(run / "hf"), *asked]) == 0
+    assert capsys.readouterr().out.startswith("1 and ")
+    # A run that has ended keeps it; one that has not is refused before it trains.
+    assert train.main([f"--out={run}", "--resume", "--export=hf"]) == 0
+    assert "hf exists and stays as it is" in capsys.readouterr().out
+    for checkpoint in (run / "checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    (run / "metrics.jsonl").unlink()
+    assert train.main([f"--out={run}", "--resume", "--export=hf"]) == 1
+    assert "hf exists, and the run will write its model" in capsys.readouterr().err
+    assert not (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--export=gguf --recipe=bf16", "gguf stores INT8 codes: export takes a model"),
+        ("--export=gguf --recipe=rowwise", "has no scales per block: train with a"),
+        ("--export=hf --experts=4 --top-k=1", "none of the families has all settings"),
+        ("--export=hf", "run/hf exists, and the run will write its model there"),
+    ],
+)
+def test_a_run_that_could_not_export_does_not_start(
+    tmp_path, text, capsys, argv, message
+):
+    run = tmp_path / "run"
+    (run / "hf").mkdir(parents=True)
+    sizes = "--hidden 32 --ffn 64 --layers 1 --heads 2 --kv-heads 1 --seq 16"
+    assert train.main([*argv.split(), *sizes.split(), f"--data={text}", f"--out={run}"])
+    assert message in capsys.readouterr().err
+    assert list(run.iterdir()) == [run / "hf"]

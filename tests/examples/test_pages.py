@@ -33,7 +33,8 @@ def commands(page: str) -> Iterator[str]:
         ).strip()
         if command.startswith(train) and "--resume" not in command:
             sizes = "" if "--from-hf" in command else TINY
-            out = "" if "--out" in command else f"--out runs/{i}"
+            writes = "--out" not in command and "--eval-only" not in command
+            out = f"--out runs/{i}" if writes else ""
             command += f" {sizes} {SHORT} {out}"
         # The tests run in an environment that has what the page installs.
         if command and not command.startswith(("make .venv/", "source ")):

@@ -9,6 +9,8 @@ import re
 import shutil
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -30,7 +32,7 @@ from examples.llama import (
     training,
 )
 from examples.llama.build import build, last_state
-from examples.llama.config import Config
+from examples.llama.config import RECIPES, Config
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
 from examples.llama.train import parse_command
@@ -119,6 +121,125 @@ def test_run_learns_and_leaves_its_records(whole_run, config):
         assert stats.count.tolist() == [config.steps * config.accumulate] * 2
 
 
+def test_a_run_is_validated_before_its_first_step(whole_run, config, capsys):
+    before, *_ = metrics.read(whole_run / "metrics.jsonl", first=0)
+    assert before == {"step": 0, "val_loss": pytest.approx(np.log(256), rel=0.02)}
+    found = metrics.summarize(whole_run)
+    assert (found.first_val_loss, found.steps) == (before["val_loss"], 6)
+    report = metrics.report(whole_run)
+    assert "(mean of the last 6 steps)" in report
+    assert f"after training, {before['val_loss']:.4f} before it" in report
+    # The same numbers without training, and nothing is written.
+    files = {file: file.read_bytes() for file in whole_run.rglob("*") if file.is_file()}
+    for argv, loss, of in (
+        (flags(config), found.first_val_loss, "a new model"),
+        ([f"--out={whole_run}", "--resume"], found.val_loss, f"step 6 of {whole_run}"),
+    ):
+        assert train.main([*argv, "--eval-only"]) == 0
+        output = capsys.readouterr().out
+        assert (
+            f"fallback: validation loss {loss:.4f} (nats per token) of {of}" in output
+        )
+        assert "8 batches of 4 x 16 tokens" in output
+    assert files == {file: file.read_bytes() for file in files}
+    assert {file for file in whole_run.rglob("*") if file.is_file()} == files.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--export=hf", "--eval-only trains nothing to export; leave --export out"),
+        ("--out={out}", "--eval-only writes nothing: .* --resume to validate the run"),
+        ("--out={out} --resume", "run holds no run to resume"),
+        ("--out={whole} --resume --seq=8", "seq = 16, .* seq = 8"),
+    ],
+)
+def test_what_cannot_be_validated_is_one_error(
+    whole_run, tmp_path, capsys, argv, message
+):
+    asked = argv.format(out=tmp_path / "run", whole=whole_run).split()
+    assert re.search(message, error_of(capsys, [*asked, "--eval-only"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_older_runs_have_no_validation_before_training(run):
+    log = run / "metrics.jsonl"
+    _, *steps = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(steps))
+    metrics.continue_after(6, log)
+    assert log.read_bytes() == b"".join(steps)
+    assert "after training\n" in metrics.report(run)
+    log.write_bytes(steps[0])
+    assert "(of one step)" in metrics.report(run)
+
+
+PHASES = [
+    ("build", "reading the data"),
+    ("init_state", "making the initial weights"),
+    ("evaluate", "the validation"),
+    ("make_train_step", "compiling"),
+]
+
+
+@pytest.mark.parametrize(("name", "waits_for"), PHASES)
+def test_a_signal_before_the_first_step_is_answered_and_ends_the_phase(
+    config, tmp_path, monkeypatch, capfd, name, waits_for
+):
+    former, done = getattr(training, name), []
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        # The answer comes from a thread, while the phase is busy.
+        answer, deadline = "", time.monotonic() + 10
+        while "stopping" not in answer and time.monotonic() < deadline:
+            answer += capfd.readouterr().out
+        done.append(answer)
+        return former(*args)
+
+    monkeypatch.setattr(training, name, interrupted)
+    out = tmp_path / "run"
+    assert train.main(flags(config, f"--out={out}")) == 130
+    (answer,) = done
+    assert f"stopping after {waits_for}; press Ctrl-C again" in answer
+    assert "stopped; continue with: " in capfd.readouterr().out
+    assert records_of(out) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_during_a_checkpoint_takes_no_further_step(
+    config, tmp_path, monkeypatch
+):
+    save = checkpoint.save
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(*args)
+
+    monkeypatch.setattr(training.checkpoint, "save", interrupted)
+    assert train.main(flags(config, f"--out={tmp_path / 'run'}")) == 130
+    assert len(records_of(tmp_path / "run")) == 4
+    assert checkpoint.find(tmp_path / "run" / "checkpoints") == (4, [])
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch, capfd):
+    ended = threading.Event()
+    exits = Mock(side_effect=lambda _: ended.set())
+    monkeypatch.setattr(progress.os, "_exit", exits)
+    with progress.stop_requests(lambda: print("continue")) as stop:
+        stop.waits_for = "step 3 and a checkpoint"
+        assert not stop.is_set()
+        for number in signal.SIGTERM, signal.SIGINT:
+            os.kill(os.getpid(), number)
+            assert stop.is_set()
+        assert ended.wait(10)
+    exits.assert_called_once_with(130)
+    first, second, *_ = capfd.readouterr().out.splitlines()  # exit has returned
+    assert first.startswith("stopping after step 3 and a checkpoint; press Ctrl-C")
+    assert second == "continue"
+    assert signal.getsignal(signal.SIGINT) is INTERRUPT
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 def test_interrupted_run_resumes_bit_for_bit(
     whole_run, config, tmp_path, monkeypatch, capsys
 ):
@@ -146,11 +267,13 @@ def test_reading_metrics_less_often_changes_no_number(config, whole_run, tmp_pat
 
 
 def test_the_progress_bar_says_that_the_first_step_compiles():
-    record = {"loss": 1.0, "tokens_per_s": 1.0, "fallback": {}}
+    record = {"loss": 1.0, "tokens_per_s": 1.0, "seconds": 90.0, "fallback": {}}
     with progress.progress_bar(0, 3, shown=True) as bar:
         assert "compiling" in str(bar)
         progress.show(bar, record)
         assert "compiling" not in str(bar)
+        # The rate of tqdm would count what is no step.
+        assert str(bar).endswith("s/step=90, left=03:00, tokens/s=1]")
     with progress.progress_bar(3, 3, shown=True) as bar:  # a run that has ended
         assert "compiling" not in str(bar)
 
@@ -351,10 +474,10 @@ def test_a_run_that_goes_wrong_stops(config, tmp_path, monkeypatch):
     def forgetful(*args):
         train_step = step.make_train_step(*args)
 
+        @jax.jit
         def forget(state, tokens):
-            fallback = jax.tree.map(jnp.copy, state.fallback)
             new, record = train_step(state, tokens)
-            return dataclasses.replace(new, fallback=fallback), record
+            return dataclasses.replace(new, fallback=state.fallback), record
 
         return forget
 
@@ -424,6 +547,18 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
         split.params,
         whole.params,
     )
+
+
+@pytest.mark.parametrize("recipe", ["fallback", "fp8_delayed"])
+def test_a_model_is_validated_before_training_as_its_first_step_computes(recipe):
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 32)
+    model = Llama(small_config(), RECIPES[recipe])
+    state = step.init_state(model, optax.sgd(1.0), None, seed=0)
+    found = step.evaluate(model, state, [np.asarray(tokens)] * step.EVAL_BATCHES)
+    differentiated = state.variables()
+    others = {"fallback": differentiated.pop("fallback")}
+    loss, _ = step._loss(model, differentiated, others, tokens)
+    assert found == pytest.approx(float(loss), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from examples.llama.hf.checkpoint import is_checkpoint as is_checkpoint
 from examples.llama.hf.checkpoint import load as load
 from examples.llama.hf.checkpoint import quantization as quantization
 from examples.llama.hf.checkpoint import save as save
+from examples.llama.hf.export import FORMATS as FORMATS
 from examples.llama.hf.export import check_exportable as check_exportable
 from examples.llama.hf.export import export as export
 from examples.llama.hf.files import CheckpointError as CheckpointError

@@ -13,14 +13,17 @@ import numpy as np
 
 import fbq_jax
 from examples.llama.hf import gguf_file
-from examples.llama.hf.checkpoint import config_json, write_folder
+from examples.llama.hf.checkpoint import config_json, save, write_folder
 from examples.llama.hf.families import Family
 from examples.llama.hf.files import Folder, check_new, new_folder
 from examples.llama.hf.tensor_views import ROUTER, parameter_shapes, tensor_views
 from examples.llama.model import Llama
 from examples.llama.projections import fuses
-from fbq_jax.export import FORMATS, BlockWeight, ExportError, frozen_weights
+from fbq_jax import export as codes_of
+from fbq_jax.export import BlockWeight, ExportError, frozen_weights
 
+# Those of INT8 codes, and a checkpoint in floats.
+FORMATS = (*codes_of.FORMATS, "hf")
 # Fused layers join gate and up in turns of this many columns.
 _TURN = 128
 _TOKENS = jax.ShapeDtypeStruct((1, 2), jnp.int32)
@@ -33,11 +36,13 @@ def check_exportable(name: str, model: Llama, *, like: Folder | None = None) -> 
     """
     if name not in FORMATS:
         raise ExportError(f"export takes one of {', '.join(FORMATS)}, got {name!r}")
+    _, family = config_json(model.config, like)
+    if name == "hf":
+        return
     if not isinstance(model.dot_general, fbq_jax.FallbackDot):
         raise ExportError(
             f"{name} stores INT8 codes: export takes a model with an INT8 recipe"
         )
-    _, family = config_json(model.config, like)
     if name == "gguf":
         gguf_file.check(model.config, family, like)
     # One layer stands for all, and a number for each scale shows how blocks lie.
@@ -56,7 +61,8 @@ def check_exportable(name: str, model: Llama, *, like: Folder | None = None) -> 
         return (1 + np.arange(x.size, dtype=x.dtype) / x.size).reshape(x.shape)
 
     variables = jax.tree.map(numbered, jax.eval_shape(frozen))
-    FORMATS[name](_weights(one_layer, family, variables), np.dtype(one.dtype))
+    weights = _weights(one_layer, family, variables)
+    codes_of.FORMATS[name](weights, np.dtype(one.dtype))
 
 
 def export(
@@ -67,20 +73,25 @@ def export(
     *,
     like: Folder | None = None,
 ) -> None:
-    """Writes a checkpoint with the INT8 codes that the model multiplies by.
+    """Writes a model in one of the `FORMATS`; ``like`` is as in `save`.
 
-    ``variables`` are those before or after ``fbq_jax.freeze``. Parameters without codes
-    are in ``model.config.dtype``. The format "gguf" writes the file model-Q8_0.gguf,
-    every other one a checkpoint of transformers; ``like`` is as in `save`.
+    The format "hf" is that of `save`, in float32. The others have the INT8 codes that
+    the model multiplies by, and other parameters in ``model.config.dtype``; their
+    ``variables`` are those before or after ``fbq_jax.freeze``. The format "gguf" writes
+    the file model-Q8_0.gguf, every other one a checkpoint of transformers.
     """
     folder, config = Path(folder), model.config
     check_new(folder)
     check_exportable(name, model, like=like)
+    if name == "hf":
+        save(folder, config, variables["params"], like=like)
+        return
     stored, family = config_json(config, like)
     if len(_arrays(variables)) == len(parameter_shapes(config)):
         variables = fbq_jax.freeze(model, variables, _TOKENS)
     dtype = np.dtype(config.dtype)
-    tensors, quantization = FORMATS[name](_weights(model, family, variables), dtype)
+    weights = _weights(model, family, variables)
+    tensors, quantization = codes_of.FORMATS[name](weights, dtype)
     floats = {path: np.asarray(x) for path, x in _arrays(variables).items()}
     views = tensor_views(config, family, floats)
     others = {tensor: view.join() for tensor, view in views.items()}

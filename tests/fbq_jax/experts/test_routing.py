@@ -1,11 +1,13 @@
 """Routing against a plain NumPy implementation in float64."""
 
+import fractions
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from fbq_jax import Routing
 from fbq_jax.experts.plan import dispatch
@@ -129,13 +131,17 @@ def test_rows_are_sorted_by_expert(capacity):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_experts": 0}, ValueError, "num_experts must be at least 1; got 0"),
+        ({"num_experts": 0}, ValueError, "num_experts takes 1 to 2147483647; got 0"),
         ({"top_k": 0}, ValueError, "top_k takes 1 to num_experts=8; got 0"),
         ({"scores": "tanh"}, ValueError, r"takes one of \('softmax', 'sigmoid'\); got"),
         ({"top_k": 1}, ValueError, "with top_k=1 takes renormalize=False"),
         ({"bias_update_rate": 0.0}, ValueError, "_rate takes a positive .* got 0.0"),
         ({"capacity_factor": -1.0}, ValueError, "factor takes a positive .* got -1.0"),
         ({"capacity_factor": float("nan")}, ValueError, "_factor takes .* got nan"),
+        ({"num_experts": 2**31}, ValueError, "1 to 2147483647; got 2147483648"),
+        ({"bias_update_rate": 1e-50}, ValueError, "that float32 can .* got 1e-50"),
+        ({"bias_update_rate": 10**400}, ValueError, "that float32 can .* got 1000"),
+        ({"capacity_factor": True}, TypeError, "factor takes a positive .* got True"),
         ({"num_experts": 2.0}, TypeError, "num_experts takes an integer; got 2.0"),
         ({"top_k": 2.0}, TypeError, "Routing.top_k takes an integer; got 2.0"),
         ({"bias_update_rate": "1"}, TypeError, "update_rate takes .* or None; got '1'"),
@@ -151,3 +157,20 @@ def test_capacity():
     assert Routing(8).capacity(100) is None
     assert Routing(8, capacity_factor=1.25).capacity(100) == 32  # of 31.25
     assert Routing(4, capacity_factor=1.1).capacity(100) == 55  # not 55.000...01
+    assert Routing(4, capacity_factor=fractions.Fraction(1, 3)).capacity(9) == 2
+    numpy = Routing(np.int64(4), np.int32(2), capacity_factor=1 / 3)
+    assert numpy.capacity(9) == 2
+
+
+@pytest.mark.parametrize("factor", [4.0, 1e9, 1e300, 10**400])
+def test_a_capacity_above_the_tokens_drops_none(factor):
+    assert Routing(8, capacity_factor=factor).capacity(100) == 100
+
+
+def test_a_capacity_of_symbolic_tokens_stays_in_int32():
+    (tokens,) = export.symbolic_shape("t")
+    assert Routing(8, capacity_factor=1e9).capacity(tokens) == tokens
+    third = Routing(8, capacity_factor=fractions.Fraction(1, 3)).capacity(tokens)
+    assert third == -(-tokens // 12)
+    with pytest.raises(ValueError, match=r"capacity_factor takes .* small .* got 0.33"):
+        Routing(8, capacity_factor=1 / 3).capacity(tokens)

@@ -297,7 +297,7 @@ PARAMS = {"kernel": jnp.ones((32, 2)), "bias": jnp.ones(2)}
     ("call", "error", "message"),
     [
         (lambda: Fp8Dot(scaling="now"), ValueError, "'delayed', 'current'.*'now'"),
-        (lambda: Fp8Dot(history=0), ValueError, "positive integer; got 0"),
+        (lambda: Fp8Dot(history=0), ValueError, r"positive integer up .* got 0"),
         (lambda: fp8_dot(X, X.T, MATMUL), ValueError, "scaling='current'"),
         (
             lambda: nn.Dense(2, dot_general=fp8_dot).apply({"params": PARAMS}, X),
@@ -381,8 +381,10 @@ def test_beside_linen_over_steps():
 
 
 def test_bad_input_of_nnx_is_named():
-    with pytest.raises(ValueError, match="history takes a positive integer; got 0"):
+    with pytest.raises(ValueError, match=r"takes a positive integer up to .*got 0"):
         fbq_jax.nnx.Fp8Dot(0)
+    with pytest.raises(ValueError, match="up to 2147483647; got 2147483648"):
+        Fp8Dot(history=2**31)
     with pytest.raises(ValueError, match=r"use fbq_jax\.nnx\.Fp8Dot in NNX"):
         nnx.Linear(32, 2, dot_general=fp8_dot, rngs=nnx.Rngs(0))(X)
     model = NnxMlp()

@@ -234,6 +234,9 @@ COMPLEX = {"w": jnp.ones(3, jnp.complex64)}
         ),
         (lambda: SGD.update({}, None), ValueError, "pass them to update"),
         (lambda: SGD.init(COMPLEX), TypeError, "takes real parameters; got complex64"),
+        (lambda: optim.fp8_adamw(1, b1=1 - 1e-10), ValueError, "b1 takes .* got 0.99"),
+        (lambda: optim.fp8_adamw(1, b2=-0.1), ValueError, "b2 takes a .* got -0.1"),
+        (lambda: optim.fp8_adamw(1, eps=10**400), ValueError, "eps takes .* got 1000"),
         (
             lambda: optim.fp8_adamw(1e-3).init(COMPLEX),
             TypeError,
