@@ -82,7 +82,8 @@ def ragged_dot(
       lhs: ``[M, K]``, the activation, whose blocks may fall back; bfloat16, float16 or
         float32.
       rhs: ``[G, K, N]``, the weights; bfloat16, float16 or float32.
-      group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.  Or the
+      group_sizes: integers ``[G]``, at least 0; a negative size counts as 0.  A sum
+        above M counts as M, even if it exceeds the range of integers.  Or the
         ``Exchange`` of rows between devices, which ``MoEMLP`` makes: it says which
         shapes lhs and the result have.
       precision: None or DEFAULT; the recipe sets the precision.
