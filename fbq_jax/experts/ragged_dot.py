@@ -25,12 +25,12 @@ from fbq_jax.core.dot_general import (
     DotConfig,
     LayerDot,
     Stats,
-    checked_theta,
-    seed_from_key,
+    stateless_scalars,
 )
 from fbq_jax.core.gemms import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.tracing import mappable
+from fbq_jax.core.training_warnings import warn_without_key
 from fbq_jax.experts.exchange import float_dot
 from fbq_jax.experts.plan import TILE, Exchange
 from fbq_jax.experts.rows import (
@@ -115,9 +115,11 @@ def ragged_dot(
     Array([4., 4., 0.], dtype=float32)
     """
     config = DotConfig(recipe, implementation)
-    scalars = Scalars(checked_theta(theta), seed_from_key(key))
+    scalars = stateless_scalars(theta, key)
     options = precision, preferred_element_type
     rows = make_rows(config, lhs, rhs, group_sizes)
+    if key is None:
+        rhs = warn_without_key("ragged_dot", recipe, rhs)
     return _seeded_ragged_dot(config, scalars, lhs, rhs, rows, *options)
 
 

@@ -41,6 +41,7 @@ def groups():
 @functools.partial(jax.jit, static_argnames="recipe")
 def product(x, w, dy, sizes, recipe, **options):
     """The output, both gradients and the stats."""
+    options.setdefault("key", jax.random.key(0))
     y, vjp, stats = jax.vjp(
         lambda x, w: ragged_dot(x, w, sizes, recipe=recipe, **options),
         x,
