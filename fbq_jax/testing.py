@@ -199,6 +199,7 @@ def assert_dot_close(
       AssertionError: an error is too large; the message names the arrays and has a
         table of all errors.
     """
+    __tracebackhide__ = True  # pytest shows the caller's line
     errors = dot_errors(lhs, rhs, dimension_numbers, **options)
     failed = [
         name

@@ -47,12 +47,12 @@ def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
 
     Args:
       group_sizes: integers ``[G]``, the number of rows of each group.
-      rows: M.  The groups are the first rows.
+      rows: M.  The groups are the first rows; sizes beyond M count as far as M.
       m: number of rows of a tile.
     """
     groups = group_sizes.shape[0]
     tiles = tile_count(groups, rows, m)
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
+    ends = group_ends(group_sizes, rows)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     tile_ends = jnp.cumsum((ends - starts + m - 1) // m)
     tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), tile_ends[:-1]])
@@ -73,6 +73,21 @@ def assign_tiles(group_sizes: jax.Array, rows: int, m: int) -> Tiles:
     position = jnp.where(row_index < ends[-1], position, tiles * m)
     # Without the barrier, XLA would compute positions again for each element of a row.
     return lax.optimization_barrier(Tiles(first, row_counts, tile_group, position))
+
+
+def group_ends(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """The number of rows up to the end of each group, int32 ``[G]``, at most M.
+
+    Args:
+      group_sizes: integers ``[G]`` of any dtype; a negative size counts as 0.
+      rows: M.  The sum of the sizes may exceed it, and the range of their dtype.
+    """
+    largest = min(jnp.iinfo(jnp.int32).max, jnp.iinfo(group_sizes.dtype).max)
+    sizes = group_sizes.clip(0, largest).astype(jnp.int32)
+    # The first sum above M fits in uint32.  Later ones may wrap around.
+    sums = jnp.cumsum(jnp.minimum(sizes, rows), dtype=jnp.uint32)
+    whole = jnp.asarray(rows, jnp.int32).astype(jnp.uint32)
+    return lax.cummax(jnp.minimum(sums, whole)).astype(jnp.int32)
 
 
 def tile_ranges(groups: jax.Array, size: int) -> jax.Array:

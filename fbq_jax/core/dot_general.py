@@ -25,6 +25,7 @@ from fbq_jax.core.arguments import (
 from fbq_jax.core.gemms import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.threshold import Stats as Stats
+from fbq_jax.core.training_warnings import warn_without_key
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.ops import dispatch
 from fbq_jax.recipes import fallback
@@ -103,7 +104,8 @@ def dot_general(
         blocks that puts the fallback rate in the middle of the recipe's range; so does
         a traced value, or a layer's state, that is negative or NaN.
       key: a PRNG key for stochastic rounding.  Training should pass a new key to each
-        call; without a key every call draws the same noise.
+        call.  Without a key every call draws the same noise, and a gradient of rhs
+        warns once, unless the recipe draws none.
       out_sharding: the output's sharding over explicit mesh axes.
       implementation: ``"mosaic"``, ``"triton"``, ``"tpu"`` or ``"reference"``;
         None lets ``fbq_jax.ops.dispatch`` choose.
@@ -126,11 +128,20 @@ def dot_general(
         dimension_numbers, precision, preferred_element_type, out_sharding
     )
     config = DotConfig(recipe, implementation)
-    scalars = Scalars(checked_theta(theta), seed_from_key(key))
-    out, stats = _seeded_dot_general(config, scalars, lhs, rhs, arguments)
+    scalars = stateless_scalars(theta, key)
+    if key is None and _quantizes(config, lhs, rhs, arguments):
+        rhs = warn_without_key("dot_general", recipe, rhs)
+    out, stats = seeded_dot_general(config, scalars, lhs, rhs, arguments)
     batch, *rows, columns = stats.metric.shape
     metric = stats.metric.reshape(batch, math.prod(rows), columns)
     return out, stats._replace(metric=metric)
+
+
+def stateless_scalars(
+    theta: jax.Array | float | None = None, key: jax.Array | None = None
+) -> Scalars:
+    """The scalars of a call without state; arguments are as in ``dot_general``."""
+    return Scalars(checked_theta(theta), seed_from_key(key))
 
 
 def checked_theta(theta: jax.Array | float | None) -> jax.Array:
@@ -185,7 +196,7 @@ class LayerDot:
         """Computes the product with lhs, and updates the state."""
         with self.named():
             old = threshold.canonicalize_state(self.state)
-            out, stats = _seeded_dot_general(
+            out, stats = seeded_dot_general(
                 self.config,
                 threshold.scalars_of(old),
                 lhs,
@@ -197,7 +208,7 @@ class LayerDot:
         return self.commit(out, threshold.next_state(old, stats))
 
 
-def _seeded_dot_general(
+def seeded_dot_general(
     config: DotConfig,
     scalars: Scalars,
     lhs: jax.Array,
@@ -207,10 +218,10 @@ def _seeded_dot_general(
     *,
     is_frozen: bool = False,
 ) -> tuple[jax.Array, Stats]:
-    """``dot_general``; a traced threshold may be ``threshold.UNSET``."""
+    """``dot_general`` by scalars; a traced threshold may be ``threshold.UNSET``."""
     out = arguments.output(lhs, rhs)
     recipe = config.recipe
-    if not is_frozen and not _quantizes(config, lhs, rhs, arguments, out):
+    if not is_frozen and not _quantizes(config, lhs, rhs, arguments):
         return _float_dot_general(scalars, lhs, rhs, arguments)
     spec = Spec(recipe, out.dtype, lhs.dtype, rhs.dtype, config.implementation)
 
@@ -229,15 +240,13 @@ def _seeded_dot_general(
 
 
 def _quantizes(
-    config: DotConfig,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    arguments: DotArguments,
-    out: jax.core.ShapedArray,
+    config: DotConfig, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
 ) -> bool:
     """Whether the recipe quantizes operands of these shapes; warns if it does not."""
     recipe = config.recipe
-    if recipe.where_slower == "quantize" or 0 in (sizes := arguments.sizes(lhs, out)):
+    if recipe.where_slower == "quantize":
+        return True
+    if 0 in (sizes := arguments.sizes(lhs, arguments.output(lhs, rhs))):
         return True
     choice = dispatch.choose_layer(
         recipe,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fbq_jax.core.arguments import check_arrays
+from fbq_jax.core.arguments import check_arrays, output_dtype
 
 Label = str | int
 
@@ -50,8 +50,13 @@ class QuantizedEinsum:
     ) -> jax.Array:
         """``jnp.einsum(subscripts, *operands, ...)`` by one ``dot_general``.
 
-        An operand is first summed over the labels that neither the other one nor the
-        output has.
+        A dimension that only one operand has, and not the output, is summed first, and
+        a dimension of size 1 is broadcast.  So are dimensions of an ellipsis that the
+        output lacks.  If nothing else is summed over, it is an outer product: of
+        matrices with one column and one row, which ``dot_general`` multiplies.  If one
+        operand has batch dimensions only, it scales the other, element by element.
+        That is no matrix product, and is computed in float, without ``dot_general`` and
+        its state.
 
         Args:
           subscripts: as in ``jnp.einsum``; may have ``...`` and may omit the output.
@@ -61,8 +66,10 @@ class QuantizedEinsum:
           out_sharding: the output's sharding over explicit mesh axes.
 
         Raises:
-          TypeError: an operand is not an array.
-          ValueError: there are not two operands, or the einsum is not a matrix product.
+          TypeError: an operand is not an array, or has another dtype than bfloat16,
+            float16 and float32.
+          ValueError: there are not two operands, a label occurs twice in one operand
+            (a diagonal), or the subscripts do not fit the operands.
         """
         if not isinstance(subscripts, str) or len(operands) != 2:
             raise ValueError(
@@ -72,23 +79,13 @@ class QuantizedEinsum:
         lhs, rhs = operands
         check_arrays(lhs=lhs, rhs=rhs)
         labels = parse(subscripts, lhs.ndim, rhs.ndim)
-        lhs, rhs, labels = _sum_unshared(lhs, rhs, labels)
+        _check_sizes(subscripts, lhs, rhs, labels)
+        x, w, labels = _sum_unshared(*_without_broadcasts(lhs, rhs, labels))
         shared = [label for label in labels.lhs if label in labels.rhs]
-        sizes = dict(zip(labels.lhs, lhs.shape, strict=True))
-        for label, size in zip(labels.rhs, rhs.shape, strict=True):
-            if sizes.get(label, size) != size:
-                raise ValueError(
-                    f"einsum {subscripts!r} of {lhs.shape} and {rhs.shape}: "
-                    f"{_name(label)} has size {sizes[label]} in one and {size} in the "
-                    "other"
-                )
         batch = [label for label in shared if label in labels.out]
         contracted = [label for label in shared if label not in labels.out]
-        if not contracted:
-            raise ValueError(
-                f"einsum {subscripts!r} sums over nothing, so it is not a matrix "
-                "product"
-            )
+        if len(batch) == min(len(labels.lhs), len(labels.rhs)):
+            return _scale(subscripts, lhs, rhs, preferred_element_type, out_sharding)
         free = [label for label in (*labels.lhs, *labels.rhs) if label not in shared]
         order = _find(labels.out, [*batch, *free])
         dimension_numbers = tuple(
@@ -96,8 +93,8 @@ class QuantizedEinsum:
             for group in (contracted, batch)
         )
         y = self.dot_general(
-            lhs,
-            rhs,
+            x,
+            w,
             dimension_numbers,
             precision=precision,
             preferred_element_type=preferred_element_type,
@@ -115,9 +112,8 @@ def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
       rhs_ndim: the number of dimensions of rhs.
 
     Raises:
-      ValueError: the subscripts do not fit two operands with these dimensions, a label
-        occurs twice in one operand (a diagonal), or the output has no "..." for a
-        dimension that only one operand has.
+      ValueError: the subscripts do not fit two operands with these dimensions, or a
+        label occurs twice in one operand (a diagonal).
     """
 
     def error(what: str) -> ValueError:
@@ -141,10 +137,51 @@ def parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
         out = (*ellipsis, *sorted(letters))
     if len(set(out)) < len(out) or not set(out) <= {*lhs, *rhs}:
         raise error(f"the output {output!r} takes labels of the operands, once each")
-    for label in ellipsis:
-        if label not in out and (label in lhs) != (label in rhs):
-            raise error(f"the output lacks '...', which {_name(label)} belongs to")
     return Subscripts(lhs, rhs, out)
+
+
+def _check_sizes(
+    subscripts: str, lhs: jax.Array, rhs: jax.Array, labels: Subscripts
+) -> None:
+    """Raises ValueError if a label has two sizes, neither of which is 1."""
+    sizes = dict(zip(labels.lhs, lhs.shape, strict=True))
+    for label, size in zip(labels.rhs, rhs.shape, strict=True):
+        if sizes.get(label, size) != size and 1 not in (size, sizes[label]):
+            raise ValueError(
+                f"einsum {subscripts!r} of {lhs.shape} and {rhs.shape}: "
+                f"{_name(label)} has size {sizes[label]} in one and {size} in the other"
+            )
+
+
+def _without_broadcasts(
+    lhs: jax.Array, rhs: jax.Array, labels: Subscripts
+) -> tuple[jax.Array, jax.Array, Subscripts]:
+    """Drops each dimension of size 1 whose label has another size in the other one."""
+    sizes = (
+        dict(zip(labels.lhs, lhs.shape, strict=True)),
+        dict(zip(labels.rhs, rhs.shape, strict=True)),
+    )
+
+    def dropped(
+        x: jax.Array, own: dict[Label, int], other: dict[Label, int]
+    ) -> tuple[jax.Array, tuple[Label, ...]]:
+        kept = tuple(k for k, size in own.items() if size != 1 or other.get(k, 1) == 1)
+        axes = tuple(i for i, label in enumerate(own) if label not in kept)
+        return (jnp.squeeze(x, axes) if axes else x), kept
+
+    x, lhs_labels = dropped(lhs, sizes[0], sizes[1])
+    w, rhs_labels = dropped(rhs, sizes[1], sizes[0])
+    return x, w, Subscripts(lhs_labels, rhs_labels, labels.out)
+
+
+def _scale(
+    subscripts: str, lhs: jax.Array, rhs: jax.Array, preferred: Any, sharding: Any
+) -> jax.Array:
+    """``jnp.einsum`` in float, of the dtypes that a quantized dot takes."""
+    dtype = output_dtype(lhs, rhs, None, preferred)
+    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    operands = lhs.astype(common), rhs.astype(common)
+    return jnp.einsum(subscripts, *operands, out_sharding=sharding).astype(dtype)
 
 
 def _sum_unshared(
@@ -170,7 +207,7 @@ def _label(
     """The labels of an operand's dimensions."""
     before, dots, after = term.partition("...")
     named = before + after
-    if named and not (named.isascii() and named.isalpha()):
+    if {*named} & {*".->"}:
         raise error("labels are letters, and each operand takes one '...' at most")
     if len(set(named)) < len(named):
         raise error(f"{term!r} has a label twice, and a matrix product has no diagonal")

@@ -12,6 +12,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fbq_jax import ops
+from fbq_jax.core.state_dtypes import keep_dtype
 from fbq_jax.kernels.quantized import UNSET
 from fbq_jax.kernels.rounding import CallSeed, MatrixSeeds, Seeds, fold, fold_seeds
 from fbq_jax.recipes.schema import Recipe
@@ -188,16 +189,23 @@ def _largest_count(dtype: Any) -> int:
     return int(jnp.iinfo(dtype).max)
 
 
-def check_count(state: Mapping[str, Any], layer: str) -> None:
-    """Raises ValueError if a layer in training cannot count its calls.
+def check_dtypes(state: Mapping[str, Any], layer: str) -> None:
+    """Raises ValueError if the dtypes of a state are too small for training.
 
-    The noise of its steps would repeat.  Evaluation does not count.
+    With less than 24 bits for the count, the noise of steps would repeat.  Evaluation
+    does not count.
 
     Args:
       state: a ``State``, whose arrays may have other dtypes.
       layer: the layer's name.
     """
     _check_scalars(state)
+    dtype = jnp.result_type(state["theta"])
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"{layer}: the theta of its state is {dtype}, which cannot hold a "
+            "threshold; cast it to float32, or to another float of 16 bits or more"
+        )
     dtype = jnp.asarray(state["count"]).dtype
     if (largest := _largest_count(dtype)) < 2**24:
         raise ValueError(
@@ -239,6 +247,20 @@ def next_state(state: State, stats: Stats) -> State:
         rate=stats.rate,
         count=stats.next_count,
         seed=state["seed"],
+    )
+
+
+def keep_dtypes(before: Mapping[str, Any], after: State) -> State:
+    """The next state in the dtypes of the one before, as a layer stores it.
+
+    Floats of a layer's state may be cast, together with the floats of the model.  Then
+    they stay so, and the step's program with them.  Scalars in integers are uint32.
+    """
+    return State(
+        theta=keep_dtype(before["theta"], after["theta"]),
+        rate=keep_dtype(before["rate"], after["rate"]),
+        count=keep_dtype(before["count"], after["count"]),
+        seed=keep_dtype(before["seed"], after["seed"]),
     )
 
 

@@ -83,9 +83,31 @@ warn_without_state_gradient.defvjp(
 )
 
 
+def warn_without_key(function: str, recipe: Recipe, rhs: Any) -> Any:
+    """The weight of a call without a key; its gradient warns if its noise repeats.
+
+    Args:
+      function: the name of the function that was called.
+      recipe: its recipe.
+      rhs: the weight.
+    """
+    if not draws_noise(recipe):
+        return rhs
+    text = (
+        f"a gradient is taken of fbq_jax.{function} without a key, so every call has "
+        "the same noise: pass key= a new key in each call, such as "
+        "jax.random.fold_in(key, step) of a key for each layer"
+    )
+    return warn_if_differentiated(f"{function} without key", text, rhs)
+
+
 def needs_state(recipe: Recipe) -> bool:
     """Whether training differs from call to call: by noise, or by a threshold."""
+    return recipe.criterion is not None or draws_noise(recipe)
+
+
+def draws_noise(recipe: Recipe) -> bool:
+    """Whether a training step rounds stochastically."""
     gemms = recipe.fwd, recipe.dlhs, recipe.drhs
-    draws_noise = any("stochastic" in (gemm.lhs, gemm.rhs) for gemm in gemms)
-    sums_in_int8 = any(gemm.reduce == "int8" for gemm in gemms)
-    return recipe.criterion is not None or draws_noise or sums_in_int8
+    rounds = any("stochastic" in (gemm.lhs, gemm.rhs) for gemm in gemms)
+    return rounds or any(gemm.reduce == "int8" for gemm in gemms)

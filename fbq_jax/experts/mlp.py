@@ -67,7 +67,7 @@ def mixture(
     Args:
       x: ``[..., D]``, T tokens.
       logits: float32 ``[T, E]``, of the router.
-      bias: float32 ``[E]``, which balances the experts; None for zeros.
+      bias: floats ``[E]``, which balance the experts; None for zeros.
       gate_up: maps rows ``[T k, D]`` to ``[T k, 2 F]``, the gate and up.
       down: maps rows ``[T k, F]`` to ``[T k, D]``.  If both layers allow it,
         ``fused_experts`` computes them and the gate.
@@ -80,6 +80,8 @@ def mixture(
       The output, of the shape and in the dtype of x, summed in float32; the routes of
       all tokens; and the number of dropped rows, int32 ``[]``.
     """
+    if bias is not None:
+        bias = jnp.asarray(bias, jnp.float32)  # may be stored in another dtype
     routes = route(routing, logits, bias)
     plan, dropped = plan_dispatch(routing, routes.experts, sharding)
     project = functools.partial(_project, gate_up, down, bits)

@@ -25,12 +25,12 @@ from fbq_jax.core.dot_general import (
     DotConfig,
     LayerDot,
     Stats,
-    checked_theta,
-    seed_from_key,
+    stateless_scalars,
 )
 from fbq_jax.core.gemms import Spec
 from fbq_jax.core.threshold import Scalars
 from fbq_jax.core.tracing import mappable
+from fbq_jax.core.training_warnings import warn_without_key
 from fbq_jax.experts.exchange import float_dot
 from fbq_jax.experts.plan import TILE, Exchange
 from fbq_jax.experts.rows import (
@@ -82,7 +82,8 @@ def ragged_dot(
       lhs: ``[M, K]``, the activation, whose blocks may fall back; bfloat16, float16 or
         float32.
       rhs: ``[G, K, N]``, the weights; bfloat16, float16 or float32.
-      group_sizes: integers ``[G]``, at least 0.  A sum above M counts as M.  Or the
+      group_sizes: integers ``[G]``, at least 0; a negative size counts as 0.  A sum
+        above M counts as M, even if it exceeds the range of integers.  Or the
         ``Exchange`` of rows between devices, which ``MoEMLP`` makes: it says which
         shapes lhs and the result have.
       precision: None or DEFAULT; the recipe sets the precision.
@@ -114,9 +115,11 @@ def ragged_dot(
     Array([4., 4., 0.], dtype=float32)
     """
     config = DotConfig(recipe, implementation)
-    scalars = Scalars(checked_theta(theta), seed_from_key(key))
+    scalars = stateless_scalars(theta, key)
     options = precision, preferred_element_type
     rows = make_rows(config, lhs, rhs, group_sizes)
+    if key is None:
+        rhs = warn_without_key("ragged_dot", recipe, rhs)
     return _seeded_ragged_dot(config, scalars, lhs, rhs, rows, *options)
 
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fbq_jax.core.state_dtypes import keep_dtype
 from fbq_jax.recipes.numbers_in_float32 import INT32, is_number, is_positive_float32
 
 Scores = Literal["softmax", "sigmoid"]
@@ -221,14 +222,15 @@ def next_bias(routing: Routing, bias: jax.Array, load: jax.Array) -> jax.Array:
 
     Args:
       routing: the settings, with a ``bias_update_rate``.
-      bias: float32 ``[E]``.
+      bias: floats ``[E]``, whose dtype stays.
       load: int32 ``[E]``, the load of the step.
     """
     assert routing.bias_update_rate is not None
     load = load.astype(jnp.float32)
     # Times E on both sides: a mean may be rounded, so that an exact balance is none.
     below_mean = jnp.sign(jnp.sum(load) - routing.num_experts * load)
-    return bias + routing.bias_update_rate * below_mean
+    moved = bias.astype(jnp.float32) + routing.bias_update_rate * below_mean
+    return keep_dtype(bias, moved)
 
 
 def _normalize(scores: jax.Array) -> jax.Array:

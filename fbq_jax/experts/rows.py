@@ -18,7 +18,7 @@ from fbq_jax.experts.plan import Exchange, GroupTiles
 from fbq_jax.kernels.quantized import Layouts, Quantized
 from fbq_jax.kernels.rounding import CallSeed
 from fbq_jax.kernels.sources import Matrix, Source
-from fbq_jax.kernels.tiles import Tiles, assign_tiles, from_tiles
+from fbq_jax.kernels.tiles import Tiles, assign_tiles, from_tiles, group_ends
 from fbq_jax.recipes.schema import Gemm
 
 Tree = TypeVar("Tree")
@@ -196,8 +196,8 @@ def float_ragged_dot(
 
 def tiled_rows(group_sizes: jax.Array, rows: int, m: int) -> TiledRows:
     """The tiles of m rows of groups of these sizes, of ``rows`` rows in all."""
-    sizes = group_sizes.astype(jnp.int32)
-    first, counts, groups, positions = assign_tiles(sizes, rows, m)
+    first, counts, groups, positions = assign_tiles(group_sizes, rows, m)
+    sizes = jnp.diff(group_ends(group_sizes, rows), prepend=0)
     index = jnp.arange(groups.shape[0], dtype=jnp.int32)
     tiles = GroupTiles(groups, first, counts, index)
     return TiledRows(tiles, m, len(sizes), positions, sizes)

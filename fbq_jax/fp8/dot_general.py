@@ -31,6 +31,7 @@ from jax.custom_batching import custom_vmap
 
 from fbq_jax.core.arguments import DotArguments, compute_as_matrices
 from fbq_jax.core.gemms import LHS_NAME, RHS_NAME
+from fbq_jax.core.state_dtypes import round_into
 from fbq_jax.fp8 import scaled_tensor
 from fbq_jax.fp8.scaled_tensor import ScaledTensor
 from fbq_jax.kernels.scales import find_amax
@@ -63,6 +64,28 @@ class Scalings(NamedTuple):
     lhs: Scaling | None = None
     rhs: Scaling | None = None
     grad: Scaling | None = None
+
+
+def as_float32(scalings: Any) -> Any:
+    """A tree of states in float32, whose gradient keeps the tree's dtypes.
+
+    An ``amax`` that a state in float16 does not hold becomes the nearest one that is
+    not 0: if it became 0, the scale would not change.
+    """
+    dtypes = {jnp.result_type(x) for x in jax.tree.leaves(scalings)}
+    return scalings if dtypes <= {jnp.dtype(jnp.float32)} else _cast(scalings)
+
+
+@jax.custom_vjp
+def _cast(scalings: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalings)
+
+
+def _cast_new(before: Any, new: Any) -> tuple[Any]:
+    return (jax.tree.map(lambda x, y: round_into(y, x.dtype), before, new),)
+
+
+_cast.defvjp(lambda scalings: (_cast(scalings), scalings), _cast_new)
 
 
 def check_history(length: int) -> None:

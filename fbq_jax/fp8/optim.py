@@ -26,6 +26,9 @@ it neither lags behind nor stays large.
 
 **A gradient that is not finite** makes all moments of its tensor NaN, because they
 share a scale: wrap the optimizer in ``optax.apply_if_finite``.
+
+**Casts.**  Each update stores moments, scales and master weights in their own dtypes,
+also if the state before was cast to others.
 """
 
 from collections.abc import Callable
@@ -304,5 +307,5 @@ def _store_master(params: optax.Params, dtype: Any) -> optax.Params:
 def _load_master(master: optax.Params, like: optax.Params, dtype: Any) -> optax.Params:
     """The copy in float32; ``like`` has the structure of the parameters."""
     if dtype == jnp.float32:
-        return master
+        return optax.tree.cast(master, jnp.float32)  # may have been cast
     return jax.tree.map(lambda _, m: _dequantize(m), like, master)

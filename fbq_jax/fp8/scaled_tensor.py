@@ -26,7 +26,7 @@ class ScaledTensor(NamedTuple):
 
     def dequantize(self) -> jax.Array:
         """Returns the tensor in float32."""
-        return self.values.astype(jnp.float32) * self.scale
+        return self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)
 
 
 def quantize(

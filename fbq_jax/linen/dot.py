@@ -20,7 +20,12 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax.core import threshold
 from fbq_jax.core.arguments import DimensionNumbers, DotArguments, DotGeneral
-from fbq_jax.core.dot_general import DotConfig, LayerDot, dot_general
+from fbq_jax.core.dot_general import (
+    DotConfig,
+    LayerDot,
+    seeded_dot_general,
+    stateless_scalars,
+)
 from fbq_jax.core.example_seed import example_seed
 from fbq_jax.core.threshold import SLOT, layer_path
 from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
@@ -83,6 +88,9 @@ class FallbackDot(DotGeneral):
     threshold; ``jax.lax.pmean`` of ``theta`` and ``rate`` gives all devices the mean
     threshold.
 
+    The state may be cast to other floats of 16 bits or more, as together with the
+    parameters, and keeps their dtype (see ``fbq_jax.nnx.FallbackDot``).
+
     Flax treats the collection ``"_overwrite_with_gradient"`` specially: ``apply`` does
     not write the new state but returns it as the gradient of the old one, and Flax's
     ``TrainState`` stores it.  All values are then float32.  Such gradients must not be
@@ -133,15 +141,8 @@ class FallbackDot(DotGeneral):
         if layer is not None:
             return layer.multiply(lhs, arguments)
         rhs = self._without_state(rhs)
-        out, _ = dot_general(
-            lhs,
-            rhs,
-            *arguments[:3],
-            out_sharding=arguments.out_sharding,
-            recipe=self.recipe,
-            implementation=self.implementation,
-        )
-        return out
+        scalars = stateless_scalars()
+        return seeded_dot_general(self.config, scalars, lhs, rhs, arguments)[0]
 
     def layer_dot(
         self,
@@ -220,7 +221,7 @@ class FallbackDot(DotGeneral):
             return self._check_noise(module, layer, weight)
         returned = self.collection == OVERWRITE_WITH_GRADIENT
         if returned or module.is_mutable_collection(self.collection):
-            threshold.check_count(variable.value, layer)
+            threshold.check_dtypes(variable.value, layer)
             if returned:
                 return check_state_gradient(module, weight, dict(variable.value))
             return weight
@@ -281,8 +282,9 @@ class FallbackDot(DotGeneral):
         """
         if module.is_initializing() or is_frozen(variable.value):
             return out
+        new = threshold.keep_dtypes(variable.value, new)
         if self.collection == OVERWRITE_WITH_GRADIENT:
-            return return_as_gradient(out, dict(variable.value), as_float32(new))
+            return return_as_gradient(out, dict(variable.value), new)
         if module.is_mutable_collection(self.collection):
             if can_keep_state(variable.scope):
                 variable.value = new

@@ -20,8 +20,11 @@ class FallbackEinsum(QuantizedEinsum):
     The first operand is the activation, whatever the subscripts.  A dimension that both
     operands and the output have is a batch dimension, with its own codes and scales.
     An operand is first summed over the labels that neither the other one nor the output
-    has.  The other dimensions of each operand are flattened to a matrix, in the
-    operand's order.
+    has, ellipses included, and dimensions of size 1 are broadcast.  The other
+    dimensions of each operand are flattened to a matrix, in the operand's order.  An
+    outer product, which sums over nothing, is one of matrices with one column and one
+    row.  If an operand has batch dimensions only, it scales the other element by
+    element: in float, without state, because that is no matrix product.
 
     Attributes:
       dot_general: computes the product and, in a Linen module, keeps its state there: a
@@ -29,9 +32,8 @@ class FallbackEinsum(QuantizedEinsum):
 
     Raises:
       TypeError: ``dot_general`` is not callable (a ``Recipe`` is not).
-      ValueError: the einsum is not a matrix product: there are not two operands, a
-        label occurs twice in one operand, or no label of both is summed over; or the
-        sizes of a dimension differ.
+      ValueError: there are not two operands, a label occurs twice in one operand (a
+        diagonal), or the subscripts do not fit the operands.
 
     >>> x, w = jnp.ones((2, 5, 64)), jnp.ones((4, 64, 8))
     >>> jax.eval_shape(lambda: fallback_einsum("btd,hdk->bhtk", x, w)).shape

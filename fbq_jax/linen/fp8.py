@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fbq_jax.core.arguments import DotArguments, DotGeneral
@@ -78,7 +77,7 @@ class Fp8Dot(DotGeneral):
                 "running: use fbq_jax.nnx.Fp8Dot in NNX, or Fp8Dot(scaling='current')"
             )
         variable = find_variable(module, OVERWRITE_WITH_GRADIENT, self._start)
-        state = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), variable.value)
+        state = fp8.as_float32(variable.value)
         scalings = fp8.Scalings(**{n: fp8.Scaling(**state[n]) for n in state})
         rhs = check_state_gradient(module, rhs, scalings)
         return fp8.dot_general(scalings, lhs, rhs, arguments)

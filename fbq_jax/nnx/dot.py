@@ -23,7 +23,12 @@ from fbq_jax.core.training_warnings import needs_state, warn_if_differentiated
 from fbq_jax.core.visitors import FoundCodes, visitor
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.nnx.grouped_dense import GroupedDense
-from fbq_jax.nnx.op_warnings import warn_if_hidden, warn_if_shared
+from fbq_jax.nnx.op_warnings import (
+    is_made_in_call,
+    record_trace,
+    warn_if_hidden,
+    warn_if_shared,
+)
 from fbq_jax.nnx.plain_method import PlainMethod
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
@@ -92,6 +97,10 @@ class FallbackDot(DotGeneral, nnx.Module):
     it move again, through ``use_running_average`` as in ``nnx.BatchNorm``.  Pass it to
     ``nnx.LinearGeneral`` as ``dot_general=``, because ``dot_general_cls=`` makes a new
     object in every call, which cannot keep state.
+
+    The state may be cast to other floats of 16 bits or more, as together with the
+    parameters, and keeps their dtype.  Then the threshold is rounded, to at least the
+    next value in the direction in which it moves, and stays in their range.
 
     ``nnx.jit`` walks through the model in Python at each call, and here passes four
     scalars per layer.  Where the GPU waits for that, ``nnx.split`` the model once and
@@ -164,6 +173,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         self.axes: Axes = (), ()
         self.layer: str | None = None
         self.step_codes: StepCodes | None = None
+        record_trace(self)
 
     @property
     def config(self) -> DotConfig:
@@ -276,7 +286,7 @@ class FallbackDot(DotGeneral, nnx.Module):
             return weight
         name = self.shown_name()
         if not self.evaluates:
-            threshold.check_count(self.state(), name)
+            threshold.check_dtypes(self.state(), name)
             warn_if_shared(self, weight)
         if not needs_state(self.recipe):
             return weight
@@ -295,6 +305,15 @@ class FallbackDot(DotGeneral, nnx.Module):
                 "fbq_jax.nnx.quantize(model, rules, rngs=rngs) does"
             )
             return warn_if_differentiated("without rngs", text, weight)
+        if is_made_in_call(self):
+            text = (
+                f"{name}: a gradient is taken of a layer whose FallbackDot is made "
+                "inside the function that is differentiated, as by dot_general_cls, "
+                "so every step has the same noise, and its threshold is not kept: pass "
+                "the layer one FallbackDot(rngs=rngs) as dot_general=, and make the "
+                "model outside of that function"
+            )
+            return warn_if_differentiated("made in a call", text, weight)
         return weight
 
     @PlainMethod
@@ -308,7 +327,7 @@ class FallbackDot(DotGeneral, nnx.Module):
         if self.evaluates:
             return out
         # A reference to an array, which a variable may hold, takes no tangents.
-        new = jax.lax.stop_gradient(new)
+        new = jax.lax.stop_gradient(threshold.keep_dtypes(self.state(), new))
         try:
             self.theta[...] = new["theta"]
             self.rate[...] = new["rate"]

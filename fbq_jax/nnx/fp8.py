@@ -65,7 +65,8 @@ class Fp8Dot(DotGeneral, nnx.Module):
     ) -> jax.Array:
         """Computes the product in FP8; lhs is the activation."""
         variables = self.lhs, self.rhs, self.grad
-        scalings = fp8.Scalings(*(variable.get_value() for variable in variables))
+        values = fp8.Scalings(*(variable.get_value() for variable in variables))
+        scalings = fp8.as_float32(values)
         warn_if_shared(self, rhs)
         rhs = warn_without_state_gradient(
             "no gradient of Fp8Scaling", _NO_STATE_GRADIENT, rhs, scalings

@@ -145,8 +145,11 @@ class MoEMLP(nnx.Module):
         )
         if not evaluates:
             self.load[...], self.dropped[...] = routes.load, dropped
-            self.load_balance_loss[...] = routes.load_balance_loss
-            self.z_loss[...] = routes.z_loss
+            for loss, new in (
+                (self.load_balance_loss, routes.load_balance_loss),
+                (self.z_loss, routes.z_loss),
+            ):
+                loss[...] = new.astype(loss[...].dtype)
             if bias is not None:
                 bias[...] = next_bias(self.routing, bias[...], routes.load)
         return y

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core import tracers
 
 from fbq_jax.sharding.layer_names import warn_first
 
@@ -15,6 +16,20 @@ seen_by_qwix = jax.make_user_context(False)
 
 _shapes: weakref.WeakKeyDictionary[nnx.Module, list[list[int]]]
 _shapes = weakref.WeakKeyDictionary()  # of the weights that each op trained with last
+
+
+#: The trace that each op was made in.  Flax's transformations copy an op otherwise.
+_traces: weakref.WeakKeyDictionary[nnx.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def record_trace(op: nnx.Module) -> None:
+    """Records that an op is being made."""
+    _traces[op] = tracers.current_trace()
+
+
+def is_made_in_call(op: nnx.Module) -> bool:
+    """Whether an op was made by the function that is being traced, for one call."""
+    return op in _traces and _traces[op] == tracers.current_trace()
 
 
 def warn_if_shared(op: nnx.Module, weight: Any) -> None:

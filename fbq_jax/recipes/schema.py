@@ -1,9 +1,11 @@
 """Recipes: how the three GEMMs of a linear layer are quantized."""
 
 import dataclasses
+import functools
+import inspect
 import operator
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from fbq_jax.recipes.numbers_in_float32 import (
     is_positive_float32,
     is_positive_int32,
 )
+
+T = TypeVar("T")
 
 BLOCK_SIDES = (32, 64, 128, 256)
 # Tensor cores keep too few bits of the sums of longer products of FP8 codes.
@@ -39,6 +43,27 @@ WHERE_SLOWER: tuple[WhereSlower, ...] = get_args(WhereSlower)
 _Check = tuple[str, bool, str]
 
 
+def _names_fields(cls: type[T]) -> type[T]:
+    """Makes a dataclass raise a TypeError that lists its fields if one is unknown.
+
+    Its signature stays, with the fields and their defaults.
+    """
+    init: Any = cls.__init__
+    known = list(inspect.signature(cls).parameters)
+
+    @functools.wraps(init)
+    def checked(self: T, *args: object, **fields: object) -> None:
+        if unknown := [name for name in fields if name not in known]:
+            raise TypeError(
+                f"{cls.__name__} has no field {unknown[0]!r}; its fields are: "
+                f"{', '.join(known)}"
+            )
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
 class RecipeError(ValueError):
     """A field of a recipe has a value that it does not accept."""
 
@@ -58,6 +83,7 @@ class Quantizer(NamedTuple):
     shards: int
 
 
+@_names_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemm:
     """How one GEMM multiplies: codes, or unquantized in the operands' own dtype.
@@ -135,6 +161,7 @@ class Gemm:
 FLOAT_GEMM = Gemm(lhs=None, rhs=None)
 
 
+@_names_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How the three GEMMs of a linear layer are quantized; validated when it is built.
@@ -209,16 +236,6 @@ class Recipe:
     dlhs: Gemm = Gemm(lhs="stochastic")
     drhs: Gemm = Gemm(lhs="stochastic", rhs="stochastic")
     where_slower: WhereSlower = "quantize"
-
-    def __new__(cls, **fields: object) -> "Recipe":
-        """Raises a TypeError that lists the fields if one is unknown."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        if unknown := [name for name in fields if name not in known]:
-            raise TypeError(
-                f"Recipe has no field {unknown[0]!r}; its fields are: "
-                f"{', '.join(known)}"
-            )
-        return super().__new__(cls)
 
     def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Raises a TypeError that says what a layer takes."""

@@ -209,7 +209,8 @@ def test_every_size_of_a_training_step_may_be_symbolic(name):
 
     def gradients(x, w):
         def loss(x, w):
-            y, _ = dot_general(x, w, MATMUL, recipe=recipes.NAMED[name])
+            options = {"recipe": recipes.NAMED[name], "key": jax.random.key(0)}
+            y, _ = dot_general(x, w, MATMUL, **options)
             return jnp.sum(jnp.sin(y))
 
         return jax.grad(loss, (0, 1))(x, w)

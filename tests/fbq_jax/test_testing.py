@@ -1,5 +1,7 @@
 """The numerics helpers for the tests of users."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +61,8 @@ def test_the_assertion_names_what_is_far():
     assert_dot_close(X, W, relative=0.03, cosine=0.999)
     with pytest.raises(AssertionError) as failure:
         assert_dot_close(X, W, relative=1e-3, recipe=PLAIN)
+    last = failure.traceback.filter(failure)[-1]  # what pytest shows
+    assert last.path == Path(__file__)
     text = str(failure.value)
     assert "out, dlhs, drhs of the quantized dot_general: wanted relative" in text
     assert text.count("\n") == 4

@@ -1,11 +1,20 @@
 """How the rows of groups are assigned to tiles."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from fbq_jax.kernels.tiles import assign_tiles, from_tiles, gather_tiles
+from fbq_jax.kernels.tiles import (
+    assign_tiles,
+    from_tiles,
+    gather_tiles,
+    group_ends,
+)
 
 M, ROWS = 32, 200
 X = jax.random.normal(jax.random.key(0), (ROWS, 3))
@@ -54,3 +63,38 @@ def test_no_rows():
     tiles = jax.jit(assign_tiles, static_argnums=(1, 2))(jnp.array([0, 0]), 0, M)
     x = gather_tiles(jnp.zeros((0, 5)), tiles.first_rows, tiles.row_counts, M)
     assert (x.shape, from_tiles(x, tiles).shape) == ((0, M, 5), (0, 5))
+
+
+LARGEST = 2**31 - 1
+DTYPES = [jnp.int8, jnp.uint8, jnp.int16, jnp.int32, jnp.uint32, jnp.int64, jnp.uint64]
+
+
+sizes_near_limits = st.one_of(
+    st.integers(0, 300),
+    st.sampled_from([2**7, 2**15, 2**31, 2**32, 2**63, 2**64]).flatmap(
+        lambda limit: st.integers(limit - 9, limit + 9)
+    ),
+    st.integers(-(2**63), -1),
+)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    st.lists(sizes_near_limits, min_size=1, max_size=9),
+    st.one_of(st.integers(0, 300), st.integers(LARGEST - 9, LARGEST)),
+    st.sampled_from(DTYPES),
+)
+@example([LARGEST] * 9, LARGEST, jnp.int32)
+@example([LARGEST // 2] * 9, LARGEST, jnp.uint32)
+@example([2**32 - 1, 1], 10, jnp.uint32)
+def test_sums_of_any_sizes_end_at_the_last_row(sizes, rows, dtype):
+    """Against sums of Python's integers, which have no largest one."""
+    limits = jnp.iinfo(dtype)
+    sizes = [min(max(size, int(limits.min)), int(limits.max)) for size in sizes]
+    sums = itertools.accumulate(max(size, 0) for size in sizes)
+    want = [min(end, rows) for end in sums]
+    with jax.enable_x64(True):
+        got = group_ends(jnp.array(sizes, dtype), rows)
+    assert (got.tolist(), got.dtype) == (want, jnp.int32)
+    # NumPy's 64 bits count even if JAX has only 32.
+    assert group_ends(np.array(sizes, dtype), rows).tolist() == want

@@ -105,7 +105,8 @@ def test_values_and_gradients_are_those_of_the_dot_of_windows(kind):
     patches = windows(np.pad(x, pads), size, stride)
     positions = np.pad(np.arange(x.size).reshape(x.shape), pads, constant_values=-1)
     theta = 30.0
-    dot = functools.partial(dot_general, recipe=SMALL, theta=theta)
+    key = jax.random.key(0)
+    dot = functools.partial(dot_general, recipe=SMALL, theta=theta, key=key)
 
     @jax.jit
     def by_conv(x, w):
@@ -264,7 +265,8 @@ def test_a_batch_on_four_devices_is_the_same_batch(kind):
     x, w = heavy((8, 8, 8, 4)), heavy((3, 3, 4, 40), 1)
 
     def dot(*args, **kwargs):
-        return dot_general(*args, recipe=SMALL, theta=4.0, **kwargs)[0]
+        options = {"recipe": SMALL, "theta": 4.0, "key": jax.random.key(0)}
+        return dot_general(*args, **options, **kwargs)[0]
 
     def conv(x, w):
         return conv_general_dilated(dot, x, w, (1, 1), "SAME", dimension_numbers=NHWC)

@@ -20,6 +20,7 @@ MATMUL = (((1,), (0,)), ((), ()))
 @functools.partial(jax.jit, static_argnames=("dims", "recipe"))
 def product(lhs, rhs, cotangent, dims=MATMUL, recipe=recipes.fallback, **options):
     """The output and both gradients."""
+    options.setdefault("key", jax.random.key(0))
     out, vjp = jax.vjp(
         lambda a, b: dot_general(a, b, dims, recipe=recipe, **options)[0], lhs, rhs
     )
@@ -142,7 +143,8 @@ def test_dtypes(name):
 
     def gradients(x, w):
         options = {"recipe": recipes.NAMED[name], "preferred_element_type": jnp.float16}
-        dot = functools.partial(dot_general, dimension_numbers=MATMUL, **options)
+        options |= {"dimension_numbers": MATMUL, "key": jax.random.key(0)}
+        dot = functools.partial(dot_general, **options)
         out, vjp = jax.vjp(lambda x, w: dot(x, w)[0], x, w)
         return out, *vjp(out)
 
@@ -245,7 +247,7 @@ def test_zeros_give_exact_zeros():
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: dot_general(x, x.T, MATMUL)[0],
+        lambda x: dot_general(x, x.T, MATMUL, key=jax.random.key(0))[0],
         lambda x: llm_int8_dot(x, x.T, MATMUL),
         lambda x: Fp8Dot(scaling="current")(x, x.T, MATMUL),
         nonlinear.gelu,

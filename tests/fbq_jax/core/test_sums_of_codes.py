@@ -28,13 +28,17 @@ def with_gradients(function):
     return run
 
 
+def options():
+    return {"recipe": RECIPE, "theta": 2.0, "key": jax.random.key(0)}
+
+
 def dense(x, w):
-    return dot_general(x, w, MATMUL, recipe=RECIPE, theta=2.0)[0]
+    return dot_general(x, w, MATMUL, **options())[0]
 
 
 def grouped(x, w):
     sizes = jnp.array([100, 50])
-    return ragged_dot(x, jnp.stack([w, -w]), sizes, recipe=RECIPE, theta=2.0)[0]
+    return ragged_dot(x, jnp.stack([w, -w]), sizes, **options())[0]
 
 
 def gated(x, w):

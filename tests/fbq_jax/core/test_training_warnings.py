@@ -24,7 +24,7 @@ from fbq_jax import (
 )
 from fbq_jax.core import threshold
 from fbq_jax.sharding import layer_names
-from tests.marks import rows_with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 pytestmark = pytest.mark.usefixtures("every_cause_warns")
 OWG = "_overwrite_with_gradient"
@@ -58,6 +58,57 @@ def test_no_gradient_of_a_weight_no_warning():
     gemm = fbq_jax.Gemm()
     nearest = FallbackDot(Recipe(criterion=None, dlhs=gemm, drhs=gemm))
     trace(jax.grad(summed(lambda x, w: nearest(x, w, DIMS)), 1), X, W)
+
+
+def raw_dot(x, w, recipe=RECIPE, key=None):
+    return fbq_jax.dot_general(x, w, DIMS, recipe=recipe, key=key)[0]
+
+
+def raw_ragged_dot(x, w, recipe=RECIPE, key=None):
+    sizes = jnp.array([40, 24])
+    return fbq_jax.ragged_dot(x, jnp.stack([w, w]), sizes, recipe=recipe, key=key)[0]
+
+
+def scan_over(function):
+    """The sum over two weights, one after the other."""
+
+    def loss(x, w):
+        def step(total, w):
+            return total + jnp.sum(function(x, w)), None
+
+        return jax.lax.scan(step, jnp.float32(0.0), jnp.stack([w, 2 * w]))[0]
+
+    return loss
+
+
+def vmap_over(function):
+    return lambda x, w: jax.vmap(function, (None, 0))(x, jnp.stack([w, 2 * w]))
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(raw_dot, "dot_general"), (raw_ragged_dot, "ragged_dot")]
+)
+@pytest.mark.parametrize(
+    "wrap",
+    with_first_fast([lambda f: f, jax.jit, jax.checkpoint, scan_over, vmap_over]),
+)
+def test_a_gradient_without_a_key_is_warned_about_once(function, name, wrap):
+    grad = jax.grad(summed(wrap(function)), 1)
+    with pytest.warns(UserWarning, match=f"fbq_jax.{name} without a key.* pass key="):
+        trace(grad, X, W)
+    trace(grad, X, W)
+
+
+@pytest.mark.parametrize("function", [raw_dot, raw_ragged_dot])
+def test_without_repeated_noise_there_is_no_warning_about_keys(function):
+    trace(function, X, W)
+    trace(jax.grad(summed(function)), X, W)  # of the activation
+    key = jax.random.key(0)
+    trace(jax.grad(summed(functools.partial(function, key=key)), 1), X, W)
+    gemm = fbq_jax.Gemm()
+    for recipe in (Recipe(dlhs=gemm, drhs=gemm), fbq_jax.recipes.rowwise):
+        nearest = functools.partial(function, recipe=recipe)
+        trace(jax.grad(summed(nearest), 1), X, W)
 
 
 LAYERS = {
@@ -151,7 +202,6 @@ attention = functools.partial(nnx.MultiHeadAttention, 4, 64, decode=False)
 
 OUTSIDE = "FallbackDot outside any Linen module"
 OURS = fbq_jax.nnx.FallbackDot
-attention = functools.partial(nnx.MultiHeadAttention, 4, 64, decode=False)
 general = functools.partial(nnx.LinearGeneral, 64, 64)
 
 
@@ -162,11 +212,30 @@ general = functools.partial(nnx.LinearGeneral, 64, 64)
         (attention, {"qkv_dot_general": fallback_dot, "rngs": nnx.Rngs(0)}, OUTSIDE),
         (nnx_layer, {"dot": OURS(RECIPE)}, r"without rngs.*one FallbackDot\(rngs=rngs"),
         (general, {"dot_general_cls": OURS, "rngs": nnx.Rngs(0)}, "without rngs.*_cls"),
+        (
+            general,
+            {"dot_general_cls": lambda: seeded(RECIPE), "rngs": nnx.Rngs(0)},
+            "made inside the function that is differentiated, as by dot_general_cls",
+        ),
     ],
 )
 def test_nnx_layers_with_another_dot_are_warned_about(layer, options, message):
     with pytest.warns(UserWarning, match=message):
         nnx_grad(layer(**options))
+
+
+def seeded(recipe):
+    return OURS(recipe, rngs=nnx.Rngs(1))
+
+
+@pytest.mark.parametrize("lift", with_first_fast([lambda f: f, nnx.jit, nnx.remat]))
+def test_an_op_that_is_made_once_is_silent(lift):
+    """Also in the function that trains, and if its recipe draws no noise."""
+    grad = nnx.grad(lift(lambda model: jnp.sum(model(X))))
+    grad(nnx_layer(seeded(RECIPE)))
+    nnx.jit(lambda: grad(nnx_layer(seeded(RECIPE))))()
+    rowwise = functools.partial(seeded, fbq_jax.recipes.rowwise)
+    grad(general(dot_general_cls=rowwise, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def groups():
 @functools.partial(jax.jit, static_argnames="recipe")
 def product(x, w, dy, sizes, recipe, **options):
     """The output, both gradients and the stats."""
+    options.setdefault("key", jax.random.key(0))
     y, vjp, stats = jax.vjp(
         lambda x, w: ragged_dot(x, w, sizes, recipe=recipe, **options),
         x,
@@ -155,6 +156,29 @@ def test_sizes_are_known_at_run_time_only():
     assert not np.any(none)
     assert oracle.relative(many[:50], X[:50] @ W[2]) < 0.1
     assert oracle.relative(many[50:], X[50:] @ W[3]) < 0.1
+
+
+LARGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize("name", slow(recipes.NAMED, {*recipes.NAMED} - FAST_RECIPES))
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "same"),
+    [
+        ((150, LARGEST, 5, LARGEST, LARGEST), jnp.int32, (150, 50, 0, 0, 0)),
+        ((150, 2**32 - 1, 1, 0, 7), jnp.uint32, (150, 50, 0, 0, 0)),
+        ((90, 127, 127, 127, 127), jnp.int8, (90, 110, 0, 0, 0)),
+        ((90, 255, 255, 255, 255), jnp.uint8, (90, 110, 0, 0, 0)),
+        ((90, -LARGEST - 1, 7, -5, 2), jnp.int32, (90, 0, 7, 0, 2)),
+    ],
+)
+def test_a_sum_of_any_size_counts_as_the_number_of_rows(name, sizes, dtype, same):
+    """Forward and backward, bit for bit; also in GEMMs that are in float."""
+    recipe = dataclasses.replace(recipes.NAMED[name], block=32)
+    got, want = (
+        product(X, W, DY, s, recipe) for s in (jnp.array(sizes, dtype), jnp.array(same))
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_every_op_of_a_layer_goes_through_the_choice(monkeypatch):
     monkeypatch.setattr(dispatch, "choose_for", recorded)
     x = jax.ShapeDtypeStruct((999, 5), jnp.float32)  # a shape no other test traces
     for recipe in (recipes.fallback, recipes.fallback_rowwise_bwd):
-        dot = functools.partial(dot_general, recipe=recipe)
+        dot = functools.partial(dot_general, recipe=recipe, key=jax.random.key(0))
         jax.eval_shape(jax.grad(lambda x, dot=dot: dot(x, x.T, MATMUL)[0].sum()), x)
     assert calls == {
         ("move_threshold", 0),

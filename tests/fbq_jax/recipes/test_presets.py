@@ -189,7 +189,7 @@ SAVED = {
 def test_only_unquantized_gemms_save_unquantized_operands(name):
     recipe = (recipes.NAMED | VARIANTS)[name]
 
-    dot = functools.partial(dot_general, recipe=recipe)
+    dot = functools.partial(dot_general, recipe=recipe, key=jax.random.key(0))
 
     def backward(x, w):
         return jax.vjp(lambda x, w: dot(x, w, MATMUL)[0], x, w)[1]

@@ -1,7 +1,12 @@
 """Every field of a recipe is checked when it is built."""
 
 import dataclasses
+import inspect
 import pickle
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +15,8 @@ import pytest
 from flax import linen as nn
 
 from fbq_jax import FLOAT_GEMM, Gemm, Recipe, RecipeError, recipes
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +172,38 @@ def test_scales_are_a_pair():
 def test_an_unknown_field_gets_the_list_of_fields():
     with pytest.raises(TypeError, match="no field 'blok'; its fields are: block, "):
         Recipe(blok=128)
+    with pytest.raises(
+        TypeError, match="Gemm has no field 'side'; its fields are: lhs"
+    ):
+        Gemm(side=128)
+
+
+@pytest.mark.parametrize("cls", [Recipe, Gemm])
+def test_signatures_show_the_fields_and_their_defaults(cls):
+    """Where editors and the API page take them from."""
+    parameters = inspect.signature(cls).parameters
+    fields = {field.name: field.default for field in dataclasses.fields(cls)}
+    assert {name: p.default for name, p in parameters.items()} == fields
+    kinds = {parameter.kind for parameter in parameters.values()}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+    first = next(iter(fields))
+    assert f"{cls.__name__}(*, {first}: " in pydoc.render_doc(cls)
+
+
+@pytest.mark.exhaustive
+def test_type_checkers_know_the_fields_and_the_recipes():
+    code = "import fbq_jax; fbq_jax.Recipe(blok=1); fbq_jax.recipes.falback"
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "-c", code]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert 'Unexpected keyword argument "blok" for "Recipe"' in output
+    assert 'no attribute "falback"' in output
+
+
+def test_a_misspelled_recipe_gets_the_names():
+    with pytest.raises(AttributeError, match=r"'falback'\. Did you mean 'fallback'\?"):
+        _ = recipes.falback
+    with pytest.raises(AttributeError, match=r"'xyz'\. The named recipes are f"):
+        _ = recipes.xyz
 
 
 def test_recipes_are_values():

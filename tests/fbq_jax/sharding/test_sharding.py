@@ -407,7 +407,8 @@ RAGGED = Recipe(block=SIDE)
 
 def ragged_step(x, w, sizes):
     """The output, both gradients and the stats of four experts."""
-    dot = functools.partial(ragged_dot, recipe=RAGGED, theta=20.0)
+    options = {"recipe": RAGGED, "theta": 20.0, "key": jax.random.key(0)}
+    dot = functools.partial(ragged_dot, **options)
     y, vjp, stats = jax.vjp(lambda x, w: dot(x, w, sizes), x, w, has_aux=True)
     return y, vjp(jnp.sin(y)), stats
 
