@@ -336,11 +336,26 @@ def stack_shape(path: str, layer: Layer) -> tuple[int, ...]:
         one = tuple(layer.kernel_shape)
     else:
         one = *layer.batch_axis.values(), *layer.in_features, *layer.out_features
-    shape = layer.kernel.shape
+    return stack_axes(path, layer.kernel.shape, one)
+
+
+def stack_axes(
+    path: str, shape: tuple[int, ...], one: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The leading axes that a parameter has more than one layer's.
+
+    Args:
+      path: the path of the layer.
+      shape: the shape of its parameter.
+      one: the shape that one layer's parameter has.
+
+    Raises:
+      ValueError: the axes of stacks are not the leading ones.
+    """
     axes = len(shape) - len(one)
     if shape[axes:] != one:
         raise ValueError(
-            f"layer {path!r} has a kernel of shape {shape}, of which one layer's is "
+            f"layer {path!r} has a parameter of shape {shape}, of which one layer's is "
             f"{one}: a stack of layers has its axes first, as nnx.vmap makes it; or "
             "apply rules where one of the layers is made, inside nnx.vmap"
         )

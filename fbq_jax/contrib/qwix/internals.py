@@ -3,13 +3,16 @@
 Providers and ``qwix.quantize_model`` do the rest.
 """
 
+import inspect
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from flax import nnx
 from qwix import LoraProvider
 
 from fbq_jax.flax_internals import find_private
+from fbq_jax.linen.state import calling_module
 
 _INTERCEPTION = "qwix._src.interception"
 
@@ -26,18 +29,24 @@ disable_interceptions = _find("disable_interceptions", "ops run as they are")
 _interceptors = _find("interception_manager._interceptors", "LoRA finds ops")
 # By thread and provider, whether the provider's functions are called.
 _threads = _find("interception_manager._intercepted_threads", "LoRA finds ops")
-_get_current_module = find_private(
-    "qwix._src.utils.flax_util", "get_current_module", "products find their op"
-)
+
+
+def running_modules() -> Iterator[nnx.Module]:
+    """The NNX modules whose methods are running, innermost first.
+
+    As Qwix does, it takes what a running function calls ``self``.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nnx.Module):
+            yield module
+        frame = frame.f_back
 
 
 def current_module() -> nnx.Module | None:
     """The NNX module whose method is running; None outside NNX modules."""
-    try:
-        module = _get_current_module()
-    except ValueError:
-        return None
-    return module if isinstance(module, nnx.Module) else None
+    return None if calling_module() is not None else next(running_modules(), None)
 
 
 def is_lora_active(function: str = "") -> bool:

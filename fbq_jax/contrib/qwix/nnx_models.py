@@ -7,6 +7,8 @@ from flax import nnx
 
 from fbq_jax.contrib.qwix.nnx_classes import intercepting
 from fbq_jax.contrib.qwix.nnx_modules import (
+    Place,
+    first_variable,
     matrices,
     modules_of,
     record_activations,
@@ -14,7 +16,6 @@ from fbq_jax.contrib.qwix.nnx_modules import (
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
     FallbackDot,
-    Layer,
     activations_dot_name,
     dot_name,
     is_activations_dot,
@@ -23,7 +24,7 @@ from fbq_jax.nnx.naming import name_layers
 from fbq_jax.nnx.rules import (
     drop_unused_ops,
     quantize_layers,
-    stack_shape,
+    stack_axes,
 )
 from fbq_jax.nnx.tracing import matrices_of, parameter_paths, trace_products
 from fbq_jax.recipes import path_rules
@@ -110,7 +111,8 @@ def quantize_nnx(
     if path_rules.activations_rules(pairs):
         with record_activations(model) as recorded:
             trace_products(model, args, kwargs)
-        _set_activations(modules, recorded.products(pairs), options)
+        products = recorded.products(pairs)
+        _set_activations(modules, products, recorded.places, options)
     with record_activations(model) as recorded:
         products = trace_products(model, args, kwargs)
     quantized = {(product.layer, product.parameter) for product in products}
@@ -150,8 +152,7 @@ def _set_own_code(
         if recipe is None:
             continue
         dot = FallbackDot(recipe, **options)
-        stack = getattr(modules[path], name).shape
-        if stack := stack[: len(stack) - len(shape)]:
+        if stack := stack_axes(path, getattr(modules[path], name).shape, shape):
             dot.stack(stack, options["rngs"])
         setattr(modules[path], dot_name(name), nnx.data(dot))
 
@@ -166,15 +167,20 @@ def _drop_activations(modules: Mapping[str, nnx.Module]) -> None:
 def _set_activations(
     modules: Mapping[str, nnx.Module],
     products: Mapping[tuple[str, int], ActivationProduct],
+    places: Mapping[tuple[str, int], Place],
     options: dict[str, Any],
 ) -> None:
     """Gives products of two activations their ops."""
-    for (path, number), product in products.items():
+    for key, product in products.items():
         if product.recipe is None:
             continue
-        dot = FallbackDot(product.recipe, **options)
-        layers = (m for _, m in nnx.iter_modules(modules[path]) if isinstance(m, Layer))
-        # Where its layers are stacks, so is the module.
-        if (layer := next(layers, None)) and (shape := stack_shape(path, layer)):
-            dot.stack(shape, options["rngs"])
+        dot, place = FallbackDot(product.recipe, **options), places[key]
+        owner = modules.get(place.module) if place.module is not None else None
+        if owner is not None and (variable := first_variable(owner)) is not None:
+            # A stack of modules has the axes that its variables have.
+            assert place.module is not None
+            stack = stack_axes(place.module, variable.shape, place.variable)
+            if stack:
+                dot.stack(stack, options["rngs"])
+        path, number = key
         setattr(modules[path], activations_dot_name(number), nnx.data(dot))

@@ -57,7 +57,11 @@ class OpCalls(QuantizationProvider):
 
     def einsum(self, *args: Any, **kwargs: Any) -> Any:
         """Calls ``jnp.einsum``, and tells its first operand from the second."""
-        self.products.second = args[2] if len(args) == 3 else None
+        has_string = any(isinstance(x, str) for x in args[:1])
+        is_pair = len(args) == 3 if has_string else len(args) in (4, 5)
+        second = args[2] if is_pair else None
+        is_variable = isinstance(second, nnx.Variable)
+        self.products.second = second.get_value() if is_variable else second
         try:
             return jnp.einsum(*args, **kwargs)
         finally:
@@ -67,6 +71,7 @@ class OpCalls(QuantizationProvider):
         """Calls an op, or the function that it stands for."""
         if not is_lora_active(function):
             return disable_interceptions(op)(*args, **kwargs)
+        args += tuple(kwargs.pop(name) for name in ("lhs", "rhs") if name in kwargs)
         position = 2 if function == "jax.numpy.einsum" else 1
         rhs = jnp.asarray(args[position])  # may be a FrozenKernel
         args = (*args[:position], rhs, *args[position + 1 :])
