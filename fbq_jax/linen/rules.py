@@ -13,7 +13,7 @@ from jax import lax
 from fbq_jax.core.arguments import DimensionNumbers, DotArguments, DotGeneral
 from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.core.tracing import trace
-from fbq_jax.core.visitors import visiting
+from fbq_jax.core.visitors import TraceContext, visiting
 from fbq_jax.linen.dot import ActivationsDot, FallbackDot
 from fbq_jax.linen.grouped_dense import GroupedDense
 from fbq_jax.linen.int8_flow import Block
@@ -85,8 +85,8 @@ class Root(NamedTuple):
 #: outside.
 quantized_root = jax.make_user_context(None)
 
-# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_tracing = jax.make_user_context(None)
+# The report that a trace makes.
+_tracing: TraceContext[_Tracing | None] = TraceContext(None)
 
 
 def relative_path(module: nn.Module) -> str:

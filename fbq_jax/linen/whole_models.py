@@ -20,6 +20,7 @@ from jax import lax
 
 from fbq_jax.core.layer_stats import is_state
 from fbq_jax.core.threshold import layer_path
+from fbq_jax.derived_classes import DerivedClasses
 from fbq_jax.flax_internals import MethodWrapper, module_fingerprint, split_axes
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.linen.conv import FallbackConv
@@ -157,7 +158,7 @@ class _Quantized(MethodWrapper):
         return _new, arguments, self.__dict__
 
 
-@functools.cache
+@DerivedClasses
 def _quantized_class(cls: Any, quantization: Quantization) -> type:
     """The class of quantized models; equal arguments give the same class."""
     fields = {

@@ -12,6 +12,7 @@ from flax import nnx
 from fbq_jax.contrib.qwix.nnx_modules import NnxModules
 from fbq_jax.contrib.qwix.providers import call_quantized
 from fbq_jax.core.frozen_weight import FrozenKernel
+from fbq_jax.derived_classes import DerivedClasses
 from fbq_jax.model_kind import QWIX_BASE
 from fbq_jax.nnx.op_warnings import seen_by_qwix
 
@@ -27,7 +28,7 @@ def intercepting(model: nnx.Module) -> Any:
     return new
 
 
-@functools.cache
+@DerivedClasses
 def intercepting_class(cls: Any) -> Any:
     """A class derived from a model's, in whose methods products are reached."""
     fields: dict[str, Any] = {

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
 from fbq_jax.contrib.qwix.internals import current_module, running_modules
 from fbq_jax.contrib.qwix.products import Op
+from fbq_jax.core.visitors import TraceContext
 from fbq_jax.nnx.dot import activations_dot_name, dot_name, is_activations_dot
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -23,9 +23,6 @@ from fbq_jax.recipes.rules_report import (
 
 # The attribute with the path of a module while ``quantize_nnx`` traces the model.
 _PATH = "fbq_jax_path"
-
-# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_activations = jax.make_user_context(None)
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -85,6 +82,10 @@ class _Activations:
             key: activation_product(rules, path_rules.activations_name(*key), x.shape)
             for key, x in self.places.items()
         }
+
+
+# What ``quantize_nnx`` records of a trace.
+_activations: TraceContext[_Activations | None] = TraceContext(None)
 
 
 @contextlib.contextmanager

@@ -70,8 +70,8 @@ class Products(QuantizationProvider):
     Qwix does not replace it while it runs the replacement.
     """
 
-    def __init__(self, modules: Modules, *, disable_jit: bool):
-        super().__init__([], disable_jit=disable_jit)
+    def __init__(self, modules: Modules):
+        super().__init__([])
         self.modules = modules
         # Of the op that is being called, until its product is found.
         self.called: Weight | None = None

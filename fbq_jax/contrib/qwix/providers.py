@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
-from qwix import QuantizationProvider, quantize_model
+from qwix import QuantizationProvider
 
 from fbq_jax.contrib.qwix.internals import (
     current_module,
     disable_interceptions,
+    intercepted,
     is_lora_active,
 )
 from fbq_jax.contrib.qwix.products import Modules, Products, Weight
@@ -41,8 +42,8 @@ class OpCalls(QuantizationProvider):
     in float, and ``Products`` calls the op for the product inside.
     """
 
-    def __init__(self, products: Products, *, disable_jit: bool):
-        super().__init__([], disable_jit=disable_jit)
+    def __init__(self, products: Products):
+        super().__init__([])
         self.products = products
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
@@ -132,35 +133,11 @@ def refuse_lora(layer: str) -> NoReturn:
     )
 
 
-class _Call(nnx.Module):
-    """A model for Qwix that calls a function."""
-
-    def __call__(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-    # Qwix calls Flax's methods of these names, which warn that they are deprecated.
-
-    def iter_modules(self) -> Iterator[tuple[tuple[Any, ...], nnx.Module]]:
-        return nnx.iter_modules(self)
-
-    def set_attributes(self, **attributes: Any) -> None:  # type: ignore[override]
-        vars(self).update(attributes)
-
-
 def call_quantized(modules: Modules, function: Callable[[], Any]) -> Any:
     """Calls a function whose products with parameters are computed by their ops."""
     # Outside jit, JAX runs functions that it has compiled without a call in Python.
     is_eager = not unsafe_am_i_under_a_jit_DO_NOT_USE()
-    products = Products(modules, disable_jit=is_eager)
-    op_calls = OpCalls(products, disable_jit=is_eager)
-
-    def call_with_ops() -> Any:
-        return _call(op_calls, function)
-
-    return _call(products, call_with_ops)
-
-
-def _call(provider: QuantizationProvider, function: Callable[[], Any]) -> Any:
-    """Calls a function in which a provider replaces functions, in this thread."""
-    model: Any = quantize_model(_Call(), provider, skip_nnx_init=True)
-    return model(function)
+    products = Products(modules)
+    for provider in (OpCalls(products), products):
+        function = intercepted(function, provider, disable_jit=is_eager)
+    return function()
