@@ -20,7 +20,6 @@ from jax import lax
 
 from fbq_jax.core.layer_stats import is_state
 from fbq_jax.core.threshold import layer_path
-from fbq_jax.derived_classes import DerivedClasses
 from fbq_jax.flax_internals import MethodWrapper, module_fingerprint, split_axes
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.linen.conv import FallbackConv
@@ -33,7 +32,12 @@ from fbq_jax.linen.state import (
     share_state,
     sharing_states,
 )
-from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
+from fbq_jax.model_kind import (
+    QWIX_BASE,
+    DerivedClasses,
+    check_linen,
+    check_unchanged_by_qwix,
+)
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import RulesReport, warn_of_idle_rules

@@ -292,7 +292,7 @@ class FallbackDot(DotGeneral, nnx.Module):
                 "without rngs. All such layers draw the same noise, and one that is "
                 "made anew in each call, as by dot_general_cls, draws it in every "
                 "step: make one FallbackDot(rngs=rngs) for each layer, as "
-                "fbq_jax.nnx.quantize(model, rules, rngs=rngs) does"
+                "fbq_jax.nnx.quantize(model, rules, quantize_rngs=rngs) does"
             )
             return warn_if_differentiated("without rngs", text, weight)
         return weight

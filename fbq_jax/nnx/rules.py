@@ -1,6 +1,8 @@
 """Rules for Flax NNX models: the path of each layer decides its recipe."""
 
 import contextlib
+import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -44,7 +46,7 @@ def quantize(
     model: nnx.Module,
     rules: Mapping[str, Recipe | None],
     *args: Any,
-    rngs: nnx.Rngs | None = None,
+    quantize_rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
     ignore_precision: bool = False,
     **kwargs: Any,
@@ -76,11 +78,11 @@ def quantize(
         with each parameter.  A layer whose weight it reads without the layer's op gets
         the unquantized op.  Without any arguments nothing is traced, and the report
         goes by the kinds of the layers.
-      rngs: seeds the noise of the layers, as in ``FallbackDot``.
+      quantize_rngs: seeds the noise of the layers, as the ``rngs`` of ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
       ignore_precision: whether to quantize products that ask for a precision, such as
         HIGHEST; otherwise they are errors.
-      **kwargs: keyword arguments of the same call.
+      **kwargs: keyword arguments of the same call, and so its ``rngs``.
 
     Returns:
       The rule of each layer, the rules that apply to no layer, the layers without a
@@ -107,11 +109,12 @@ def quantize(
     remedy = "fbq_jax.contrib.qwix.quantize_nnx"
     check_unchanged_by_qwix(model, remedy)
     path_rules.refuse_activations_rules(pairs, f"use {remedy}")
+    quantize_rngs = take_rngs(model, args, kwargs, quantize_rngs)
     with unchanged_on_error(model):
         found = quantize_layers(
             model,
             pairs,
-            rngs=rngs,
+            rngs=quantize_rngs,
             implementation=implementation,
             ignore_precision=ignore_precision,
         )
@@ -122,9 +125,10 @@ def quantize(
             except (TypeError, ValueError) as error:
                 if args and _is_random_state(args[0]):
                     raise TypeError(
-                        "fbq_jax.nnx.quantize takes no key, and rngs by keyword: "
-                        "quantize(model, rules, x, rngs=nnx.Rngs(0)); the arguments of "
-                        f"the model's call begin with {type(args[0]).__name__} here"
+                        "fbq_jax.nnx.quantize takes no key, and its seeds by keyword: "
+                        "quantize(model, rules, x, quantize_rngs=nnx.Rngs(0)); the "
+                        "arguments of the model's call begin with "
+                        f"{type(args[0]).__name__} here"
                     ) from error
                 raise
             drop_unused_ops(model, pairs, found, products, args, kwargs)
@@ -139,6 +143,38 @@ def quantize(
     report = rules_report(pairs, found, matrices, products)
     warn_of_idle_rules(pairs, report, stacklevel=2)
     return report
+
+
+def take_rngs(
+    model: nnx.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    quantize_rngs: nnx.Rngs | None,
+) -> nnx.Rngs | None:
+    """The ``quantize_rngs`` of a call, which once was ``rngs``.
+
+    The model's own call may take ``rngs``, and then gets them.
+
+    Args:
+      model: a model that ``quantize`` was given.
+      args: the arguments of the model's call.
+      kwargs: the keyword arguments of ``quantize`` that are not its own.  Loses
+        ``rngs`` if they are its own.
+      quantize_rngs: what ``quantize`` was given.
+    """
+    if quantize_rngs is not None or "rngs" not in kwargs:
+        return quantize_rngs
+    is_called = args or len(kwargs) > 1
+    if is_called and "rngs" in inspect.signature(type(model).__call__).parameters:
+        return None
+    warnings.warn(
+        "rngs= of quantize is quantize_rngs= now, and seeds the noise of the layers: "
+        "rngs= is for models whose call takes it",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    rngs: nnx.Rngs | None = kwargs.pop("rngs")
+    return rngs
 
 
 @contextlib.contextmanager

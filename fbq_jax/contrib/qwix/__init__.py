@@ -10,8 +10,8 @@ first layer calls the replaced ``lax.dot_general``, and inside a trace that no s
 leave.  The provider in ``products`` replaces the function below, by which JAX calls a
 primitive.  It sees the operands of every product, and follows parameters through casts
 and reshapes.  The one in ``providers`` shows the products of layers with an op to
-Qwix's LoRA.  They do without ``qwix.quantize_model``, which makes a class for each call of an
-NNX model, and JAX never forgets one.
+Qwix's LoRA.  ``qwix.quantize_model`` would make a class for each call, which JAX never
+forgets.
 """
 
 from fbq_jax.contrib.qwix.linen_models import quantize as quantize

@@ -12,8 +12,7 @@ from flax import nnx
 from fbq_jax.contrib.qwix.nnx_modules import NnxModules
 from fbq_jax.contrib.qwix.providers import call_quantized
 from fbq_jax.core.frozen_weight import FrozenKernel
-from fbq_jax.derived_classes import DerivedClasses
-from fbq_jax.model_kind import QWIX_BASE
+from fbq_jax.model_kind import QWIX_BASE, DerivedClasses
 from fbq_jax.nnx.op_warnings import seen_by_qwix
 
 

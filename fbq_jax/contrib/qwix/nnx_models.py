@@ -25,6 +25,7 @@ from fbq_jax.nnx.rules import (
     drop_unused_ops,
     quantize_layers,
     stack_axes,
+    take_rngs,
 )
 from fbq_jax.nnx.tracing import matrices_of, parameter_paths, trace_products
 from fbq_jax.recipes import path_rules
@@ -43,7 +44,7 @@ def quantize_nnx(
     model: M,
     rules: Mapping[str, Recipe | None],
     *args: Any,
-    rngs: nnx.Rngs | None = None,
+    quantize_rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
     ignore_precision: bool = False,
     **kwargs: Any,
@@ -62,10 +63,10 @@ def quantize_nnx(
       rules: a mapping from patterns of paths to recipes, tried in order.
       *args: the arguments of a call of the model, which is traced; arrays may be
         ``jax.ShapeDtypeStruct``.
-      rngs: seeds the noise of the layers, as in ``FallbackDot``.
+      quantize_rngs: seeds the noise of the layers, as the ``rngs`` of ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
       ignore_precision: whether to quantize products that ask for a precision.
-      **kwargs: keyword arguments of the same call.
+      **kwargs: keyword arguments of the same call, and so its ``rngs``.
 
     Returns:
       The quantized model, and what became of each parameter.
@@ -89,7 +90,7 @@ def quantize_nnx(
     check_nnx("quantize", model)
     pairs = path_rules.as_pairs(rules)
     options: dict[str, Any] = {
-        "rngs": rngs,
+        "rngs": take_rngs(model, args, kwargs, quantize_rngs),
         "implementation": implementation,
         "ignore_precision": ignore_precision,
     }

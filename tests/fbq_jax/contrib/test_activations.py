@@ -159,9 +159,11 @@ def test_nnx_products_have_the_bits_of_injection_by_hand():
     ]
     by_hand = NnxModel(by_hand)
     descend(by_hand, X)
-    model, _ = qwix.quantize_nnx(NnxModel(), {".*": OTHER}, X, rngs=nnx.Rngs(2))
+    model, _ = qwix.quantize_nnx(
+        NnxModel(), {".*": OTHER}, X, quantize_rngs=nnx.Rngs(2)
+    )
     rules = {**BOTH, ".*": None}  # again, in place of the rules before
-    model, report = qwix.quantize_nnx(model, rules, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(model, rules, X, quantize_rngs=nnx.Rngs(1))
     descend(model, X)
     for layer, expected in zip(model.layers, by_hand.layers, strict=True):
         np.testing.assert_array_equal(layer.w[...], expected.w[...])
@@ -238,7 +240,7 @@ def test_a_stack_of_layers_has_a_state_for_each():
 
     make = nnx.split_rngs(splits=2)(nnx.vmap(Layer))
     model = OwnNnx(apply, layers=make(nnx.Rngs(0)))
-    model, report = qwix.quantize_nnx(model, BOTH, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(model, BOTH, X, quantize_rngs=nnx.Rngs(1))
     assert report.unused_rules == ()
     nnx.jit(lambda model: model(X))(model)
     stats = fbq_jax.nnx.fallback_stats(model)

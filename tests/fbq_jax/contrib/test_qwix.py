@@ -321,7 +321,7 @@ def test_nnx_modules_that_multiply_in_their_own_code():
     model = NnxModel(nnx.Rngs(0))
     model.dense = Transposed(nnx.Rngs(2))
     rules = {"head": None, ".*": Recipe(block=32, start=2.0)}
-    model, report = qwix.quantize_nnx(model, rules, TOKENS, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(model, rules, TOKENS, quantize_rngs=nnx.Rngs(1))
     assert isinstance(model, NnxModel)
     quantized = ["blocks/0/w", "blocks/1/w", "dense/w", "embed/embedding"]
     assert {p.parameter: p.rule for p in report.products} == dict.fromkeys(
@@ -375,7 +375,9 @@ def test_a_stack_of_nnx_modules_that_multiply_in_their_own_code():
     model = Stacked(nnx.Rngs(0))
     before = model(X)
     started = Recipe(block=32, start=2.0)
-    model, report = qwix.quantize_nnx(model, {".*": started}, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(
+        model, {".*": started}, X, quantize_rngs=nnx.Rngs(1)
+    )
     assert {p.parameter: p.shape for p in report.products} == {
         "head/w": (32, 32),
         "layers/w": (32, 32),
@@ -422,7 +424,9 @@ def test_nnx_products_that_state_cannot_leave_stay_in_float():
     linen = nnx.bridge.ToNNX(nn.Dense(32), rngs=rngs).lazy_init(X)
     model = OwnNnx(apply, up=nnx.Linear(32, 32, rngs=rngs), w=weight(32, 32))
     model.linen = linen
-    model, report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(
+        model, {".*": SMALL}, X, quantize_rngs=nnx.Rngs(1)
+    )
     assert [p.parameter for p in report.products] == ["up/kernel"]
     reasons = {parameter: why for parameter, _, why in report.float_parameters}
     assert (reasons["w"], reasons["linen/kernel"]) == (NOT_REACHED, WITHOUT_OP)
@@ -439,7 +443,9 @@ class Named(Raw):
 
 @pytest.mark.parametrize("cls", [Raw, Named])
 def test_a_model_can_be_pickled(cls):
-    model, _ = qwix.quantize_nnx(cls(nnx.Rngs(0)), {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    model, _ = qwix.quantize_nnx(
+        cls(nnx.Rngs(0)), {".*": SMALL}, X, quantize_rngs=nnx.Rngs(1)
+    )
     copy = pickle.loads(pickle.dumps(model))
     assert type(copy) is (type(model) if cls is Raw else Named)
     in_float = cls(nnx.Rngs(0))(X)
@@ -464,7 +470,7 @@ def test_a_frozen_model_in_the_closure_of_a_transformation(remat):
     """Its parameters are shown as arrays inside the transformation, then hidden."""
     inner = Stacked(nnx.Rngs(0)).head
     started = Recipe(block=32, start=2.0)
-    inner, _ = qwix.quantize_nnx(inner, {".*": started}, X, rngs=nnx.Rngs(1))
+    inner, _ = qwix.quantize_nnx(inner, {".*": started}, X, quantize_rngs=nnx.Rngs(1))
     frozen = fbq_jax.nnx.freeze(inner, X)
     inner.eval()
 
@@ -513,7 +519,9 @@ def test_linen_states_that_do_not_tell_parameters_apart_are_not_frozen():
 
 def test_parts_of_a_parameter_are_not_frozen():
     model = OwnNnx(lambda m, x: (x @ m.w[0]) * (x @ m.w[1]), w=weight(2, 32, 32))
-    model, _ = qwix.quantize_nnx(model, {".*": recipes.block}, X, rngs=nnx.Rngs(1))
+    model, _ = qwix.quantize_nnx(
+        model, {".*": recipes.block}, X, quantize_rngs=nnx.Rngs(1)
+    )
     with pytest.raises(ValueError, match="layer 'w' multiplies by several weights"):
         fbq_jax.nnx.freeze(model, X)
 
@@ -544,7 +552,9 @@ def test_owners_of_a_shared_nnx_parameter_have_their_own_ops(layers):
     w = weight(32, 32)
     first, second = (OwnNnx(lambda m, x: x @ m.w[...], w=w) for _ in range(2))
     model = OwnNnx(apply, first=first, second=second)
-    model, report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(
+        model, {".*": SMALL}, X, quantize_rngs=nnx.Rngs(1)
+    )
     assert [product.layer for product in report.products] == layers
     stats = fbq_jax.nnx.fallback_stats(model)
     assert [path.split("/")[0] for path in stats] == layers

@@ -33,7 +33,7 @@ def quantized():
     conv, linear = nnx.Conv(64, 64, (2,), **RNGS), nnx.Linear(64, 64, **RNGS)
     flat = functools.partial(jnp.reshape, shape=(2, 4, 64))
     model = nnx.Sequential(linear, nnx.relu, conv, einsum, flat)
-    fbq_jax.nnx.quantize(model, {".*": recipes.block}, rngs=nnx.Rngs(2))
+    fbq_jax.nnx.quantize(model, {".*": recipes.block}, quantize_rngs=nnx.Rngs(2))
     return model
 
 

@@ -62,7 +62,7 @@ def test_a_report_is_complete(args):
     rules = {"head": None, "layers/.*": SMALL, "up": None}
     options = {"train": True} if args else {}
     with pytest.warns(UserWarning, match="'up' keep no layer in float"):
-        report = quantize(model, rules, *args, **options, rngs=nnx.Rngs(1))
+        report = quantize(model, rules, *args, **options, quantize_rngs=nnx.Rngs(1))
     assert [(p.parameter, p.layer, p.rule) for p in report.products] == [
         ("layers/0/w", "layers/0", "layers/.*"),
         ("layers/2/kernel", "layers/2", "layers/.*"),
@@ -90,7 +90,7 @@ def test_a_kernel_of_one_axis_is_reported_without_a_trace_and_without_jit():
     layer = nnx.Einsum("td,d->t", (64,), rngs=nnx.Rngs(0), kernel_init=init)
     for args in (), (jnp.ones((2, 64)),):
         with jax.disable_jit():
-            report = quantize(layer, {".*": SMALL}, *args, rngs=nnx.Rngs(1))
+            report = quantize(layer, {".*": SMALL}, *args, quantize_rngs=nnx.Rngs(1))
         assert [p.parameter for p in report.products] == ["kernel"]
 
 
@@ -99,7 +99,7 @@ def test_a_block_with_an_int8_data_flow_takes_no_rule():
     model = nnx.Sequential(mlp, nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
     op, x = mlp.dot_general, jnp.ones((32, 64))
     for args in (), (x,):
-        report = quantize(model, {".*": SMALL}, *args, rngs=nnx.Rngs(1))
+        report = quantize(model, {".*": SMALL}, *args, quantize_rngs=nnx.Rngs(1))
         assert report.layers == {"layers/1": ".*"}
         assert not report.float_parameters
         assert mlp.dot_general is op
@@ -109,7 +109,9 @@ def test_a_block_with_an_int8_data_flow_takes_no_rule():
 def test_a_convolution_with_a_mask_is_a_whole_model():
     mask = jnp.ones((3, 3, 8, 16))
     conv = nnx.Conv(8, 16, (3, 3), mask=mask, rngs=nnx.Rngs(0))
-    report = quantize(conv, {".*": SMALL}, jnp.ones((2, 8, 8, 8)), rngs=nnx.Rngs(1))
+    report = quantize(
+        conv, {".*": SMALL}, jnp.ones((2, 8, 8, 8)), quantize_rngs=nnx.Rngs(1)
+    )
     assert [p.parameter for p in report.products] == ["kernel"]
     assert isinstance(conv.conv_general_dilated, fbq_jax.nnx.FallbackConv)
 
@@ -117,7 +119,7 @@ def test_a_convolution_with_a_mask_is_a_whole_model():
 @pytest.mark.parametrize("state", [jax.random.key(0), nnx.Rngs(0)], ids=["key", "rngs"])
 def test_random_state_as_for_linen(state):
     layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="takes no key, and rngs by keyword"):
+    with pytest.raises(TypeError, match="takes no key, and its seeds by keyword"):
         quantize(layer, {".*": SMALL}, state)
 
 
@@ -143,7 +145,7 @@ def train(model):
 
 def test_same_bits_as_injection_by_hand():
     model, by_hand = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
-    quantize(model, {"layers/.*": SMALL}, TOKENS, rngs=nnx.Rngs(1))
+    quantize(model, {"layers/.*": SMALL}, TOKENS, quantize_rngs=nnx.Rngs(1))
     rngs = nnx.Rngs(1)
     by_hand.layers[0].dot_general = nnx.data(FallbackDot(SMALL, rngs=rngs))
     by_hand.layers[2].dot_general = nnx.data(FallbackDot(SMALL, rngs=rngs))
@@ -171,7 +173,7 @@ class Depthwise(nnx.Module):
 
 def test_layers_whose_weight_is_read_without_their_op_get_none():
     model = Depthwise(nnx.Rngs(0))
-    report = quantize(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    report = quantize(model, {".*": SMALL}, X, quantize_rngs=nnx.Rngs(1))
     assert [p.parameter for p in report.products] == ["up/kernel"]
     assert [p[::2] for p in report.float_parameters] == [
         ("conv/kernel", NOT_REACHED),
@@ -184,7 +186,7 @@ def test_layers_whose_weight_is_read_without_their_op_get_none():
     model.eval()
     np.testing.assert_array_equal(frozen(X), model(X))
     # A call that uses the ops gives them back.
-    report = quantize(model, {".*": SMALL}, X, both=True, rngs=nnx.Rngs(1))
+    report = quantize(model, {".*": SMALL}, X, both=True, quantize_rngs=nnx.Rngs(1))
     assert len(report.products) == 3
     assert sorted(fbq_jax.nnx.fallback_stats(model)) == ["conv", "tied", "up"]
 
@@ -193,7 +195,7 @@ def test_layers_whose_weight_is_read_without_their_op_get_none():
 def test_layers_whose_weight_a_wrapper_normalizes_keep_their_op(wrapper):
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(wrapper(nnx.Linear(32, 32, rngs=rngs), rngs=rngs))
-    report = quantize(model, {".*": SMALL}, X, rngs=rngs)
+    report = quantize(model, {".*": SMALL}, X, quantize_rngs=rngs)
     (product,) = report.products
     assert product.parameter == "layers/0/layer_instance/kernel"
     assert product.rule == ".*"
