@@ -1,6 +1,7 @@
 """Rules for Flax NNX models: the path of each layer decides its recipe."""
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ from fbq_jax.nnx.tracing import (
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import (
+    FloatProduct,
     QuantizedParameter,
     RulesReport,
     rules_report,
@@ -119,9 +121,11 @@ def quantize(
             ignore_precision=ignore_precision,
         )
         name_layers(model)
+        floats = shared_parameters(model, found)
         if args or kwargs:
             try:
-                products = trace_products(model, args, kwargs)
+                with _record_floats(model, pairs, found, floats):
+                    products = trace_products(model, args, kwargs)
             except (TypeError, ValueError) as error:
                 if args and _is_random_state(args[0]):
                     raise TypeError(
@@ -140,9 +144,61 @@ def quantize(
             for path, shape in matrices_of(model).items()
             if not path.startswith(blocks)
         }
-    report = rules_report(pairs, found, matrices, products)
+    report = rules_report(pairs, found, matrices, products, (), floats)
     warn_of_idle_rules(pairs, report, stacklevel=2)
     return report
+
+
+def shared_parameters(
+    model: nnx.Module, found: Mapping[str, str | None]
+) -> list[FloatProduct]:
+    """The layers whose parameters have the paths of other modules, as a tied head's.
+
+    Args:
+      model: the model.
+      found: maps the path of each layer to its pattern.
+    """
+    names, modules = parameter_paths(model), dict(nnx.iter_modules(model))
+    return [
+        FloatProduct(path, names[id(value)])
+        for path, module in ((_join(parts), m) for parts, m in modules.items())
+        if path in found
+        for value in vars(module).values()
+        if isinstance(value, nnx.Param)
+    ]
+
+
+@contextlib.contextmanager
+def _record_floats(
+    model: nnx.Module,
+    rules: Pairs,
+    found: Mapping[str, str | None],
+    floats: list[FloatProduct],
+) -> Iterator[None]:
+    """Records the products of modules that rules leave in float, which have no ops.
+
+    Flax's layers multiply by parameters of their own.
+    """
+
+    def record(path: str, op: LayerOp, *args: Any, **kwargs: Any) -> jax.Array:
+        arrays = [x for x in (*args, kwargs.get("rhs")) if hasattr(x, "shape")]
+        floats.append(FloatProduct(path, arrays[-1].shape))
+        return op.unquantized(*args, **kwargs)
+
+    recipes, changed = dict(rules), []
+    for parts, module in nnx.iter_modules(model):
+        pattern, op = found.get(path := _join(parts)), _op_of(module)
+        if isinstance(module, Layer) or op is None or pattern is None:
+            continue
+        if recipes[pattern] is None:
+            changed.append((module, op))
+            op_in_trace = functools.partial(record, path, op)
+            setattr(module, op.name, nnx.static(op_in_trace))
+    try:
+        yield
+    finally:
+        for module, op in changed:
+            setattr(module, op.name, nnx.static(op.unquantized))
 
 
 def take_rngs(

@@ -24,6 +24,7 @@ from fbq_jax.nnx.naming import name_layers
 from fbq_jax.nnx.rules import (
     drop_unused_ops,
     quantize_layers,
+    shared_parameters,
     stack_axes,
     take_rngs,
 )
@@ -128,7 +129,10 @@ def quantize_nnx(
     drop_unused_ops(model, pairs, found, products, args, kwargs)
     name_layers(model)
     activations = recorded.products(pairs).values()
-    report = rules_report(pairs, found, matrices_of(model), products, activations)
+    floats = shared_parameters(model, found)
+    report = rules_report(
+        pairs, found, matrices_of(model), products, activations, floats
+    )
     warn_of_idle_rules(pairs, report, stacklevel=2)
     return model, report
 
