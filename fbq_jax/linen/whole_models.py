@@ -282,7 +282,9 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
         given = {}
         for field in dataclasses.fields(module):
             value = getattr(module, field.name, None)
-            if field.name not in taken or value not in (None, taken[field.name][0]):
+            if field.name not in taken:
+                continue
+            if value is not None and value is not taken[field.name][0]:
                 continue
             if getattr(module, f"{field.name}_cls", None) is None:
                 given[field.name] = taken[field.name][1]

@@ -469,9 +469,10 @@ def activations_dot_name(number: int) -> str:
     return dot_name(f"activations_{number}")
 
 
-def is_activations_dot(name: str) -> bool:
-    """Whether an attribute has the name of such an op."""
-    return re.fullmatch(activations_dot_name(0).replace("0", r"\d+"), name) is not None
+def is_activations_dot(name: Any) -> bool:
+    """Whether an attribute has the name of such an op; some names are no strings."""
+    pattern = activations_dot_name(0).replace("0", r"\d+")
+    return re.fullmatch(pattern, str(name)) is not None
 
 
 class LayerOp(NamedTuple):

@@ -384,7 +384,8 @@ def _op_of(module: nnx.Module) -> LayerOp | None:
         return None  # its op holds the state of its own operators
     for op in LAYER_OPS.values():
         value = getattr(module, op.name, module)
-        if value in (None, op.unquantized) or isinstance(value, op.quantized):
+        # A module's own ``==`` may be anything.
+        if value is None or value is op.unquantized or isinstance(value, op.quantized):
             return op
     return None
 

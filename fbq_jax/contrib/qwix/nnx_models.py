@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from fbq_jax.contrib.qwix.nnx_classes import intercepting
+from fbq_jax.contrib.qwix.nnx_classes import reach_products
 from fbq_jax.contrib.qwix.nnx_modules import (
     Place,
     first_variable,
@@ -95,7 +95,8 @@ def quantize_nnx(
         "implementation": implementation,
         "ignore_precision": ignore_precision,
     }
-    model = intercepting(nnx.clone(model, variables=False))
+    model = nnx.clone(model, variables=False)
+    reach_products(model)
     found = quantize_layers(model, pairs, **options)
     modules = modules_of(model)
     others = {

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ def matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
     if isinstance(module, nnx.bridge.ToNNX):
         return
     for name, value in vars(module).items():
-        if not isinstance(value, nnx.Param) or is_adapter(name):
+        if not isinstance(value, nnx.Param) or is_adapter(str(name)):
             continue
         if getattr(value, "ndim", 0) >= 2:
             yield name, value
@@ -141,8 +140,9 @@ class NnxModules:
             any(map(is_activations_dot, vars(module)))
             for _, module in nnx.iter_modules(model)
         )
-        # The products of two activations that each module has computed.
-        self.activations: Counter[nnx.Module] = Counter()
+        # Each module, which keeps its id from being used again, and how many products
+        # of two activations it has computed.  A module may have no hash.
+        self.activations: dict[int, tuple[nnx.Module, int]] = {}
 
     def has(self, x: Any, *, adapters: bool = False) -> bool:
         """Whether an array is a parameter, of LoRA only if ``adapters``."""
@@ -175,8 +175,8 @@ class NnxModules:
         owner, variable = next((x for x in around if x[1] is not None), (None, None))
         if variable is not None and not _can_change(variable):
             return None
-        number = self.activations[module]
-        self.activations[module] += 1
+        _, number = self.activations.get(id(module), (module, 0))
+        self.activations[id(module)] = module, number + 1
         # A module that the call itself makes has no path, and cannot keep an op.
         path = getattr(module, _PATH, None)
         if _activations.value is not None and path is not None:
