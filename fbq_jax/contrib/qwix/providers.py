@@ -19,18 +19,25 @@ from fbq_jax.contrib.qwix.internals import (
     is_lora_active,
 )
 from fbq_jax.contrib.qwix.products import Modules, Products, Weight
+from fbq_jax.core.arguments import DotGeneral
 from fbq_jax.core.frozen_weight import FrozenKernel
 from fbq_jax.core.threshold import layer_path
+from fbq_jax.linen.conv import FallbackConv
+from fbq_jax.linen.einsum import FallbackEinsum
 from fbq_jax.linen.state import KERNEL, calling_module
+from fbq_jax.nnx import dot as nnx_dot
 
-# What layers call, and the function that LoRA replaces, which they call in float.  All
-# classes of dots have one ``__call__``.
-_OP_CALLS = {
-    "fbq_jax.FallbackDot.__call__": "jax.lax.dot_general",
-    "fbq_jax.FallbackEinsum.__call__": "jax.numpy.einsum",
-    "fbq_jax.nnx.FallbackEinsum.__call__": "jax.numpy.einsum",
-    "fbq_jax.FallbackConv.__call__": "jax.lax.conv_general_dilated",
-    "fbq_jax.nnx.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+# What layers call: its name, itself (``nnx.tabulate`` puts another function in place of
+# the name), and the function that LoRA replaces, which layers call in float.  All classes
+# of dots have one ``__call__``.
+_DOT, _EINSUM = "jax.lax.dot_general", "jax.numpy.einsum"
+_CONV = "jax.lax.conv_general_dilated"
+_OP_CALLS: dict[str, tuple[Callable[..., Any], str]] = {
+    "fbq_jax.FallbackDot.__call__": (DotGeneral.__call__, _DOT),
+    "fbq_jax.FallbackEinsum.__call__": (FallbackEinsum.__call__, _EINSUM),
+    "fbq_jax.nnx.FallbackEinsum.__call__": (nnx_dot.FallbackEinsum.__call__, _EINSUM),
+    "fbq_jax.FallbackConv.__call__": (FallbackConv.__call__, _CONV),
+    "fbq_jax.nnx.FallbackConv.__call__": (nnx_dot.FallbackConv.__call__, _CONV),
 }
 
 
@@ -49,11 +56,11 @@ class OpCalls(QuantizationProvider):
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """What Qwix replaces."""
         calls: dict[str, Callable[..., Any]] = {
-            name: functools.partial(self.call, function)
-            for name, function in _OP_CALLS.items()
+            name: functools.partial(self.call, *functions)
+            for name, functions in _OP_CALLS.items()
         }
         if self.products.modules.sees_activations:
-            calls["jax.numpy.einsum"] = self.einsum
+            calls[_EINSUM] = self.einsum
         return calls
 
     def einsum(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,12 +75,27 @@ class OpCalls(QuantizationProvider):
         finally:
             self.products.second = None
 
-    def call(self, function: str, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls an op, or the function that it stands for."""
+    def call(
+        self,
+        call: Callable[..., Any],
+        function: str,
+        op: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls an op, or the function that it stands for.
+
+        Args:
+          call: calls the op.
+          function: the name of what the op stands for.
+          op: the op.
+          *args: its arguments.
+          **kwargs: its keyword arguments.
+        """
         if not is_lora_active(function):
-            return disable_interceptions(op)(*args, **kwargs)
+            return disable_interceptions(call)(op, *args, **kwargs)
         args += tuple(kwargs.pop(name) for name in ("lhs", "rhs") if name in kwargs)
-        position = 2 if function == "jax.numpy.einsum" else 1
+        position = 2 if function == _EINSUM else 1
         rhs = jnp.asarray(args[position])  # may be a FrozenKernel
         args = (*args[:position], rhs, *args[position + 1 :])
         self.products.called = Weight(rhs, getattr(op, "dot_general", op))
