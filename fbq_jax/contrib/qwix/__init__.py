@@ -14,7 +14,10 @@ Qwix's LoRA.  ``qwix.quantize_model`` would make a class for each call, which JA
 forgets.
 """
 
-from fbq_jax.contrib.qwix.linen_models import quantize as quantize
-from fbq_jax.contrib.qwix.nnx_models import quantize_nnx as quantize_nnx
-from fbq_jax.contrib.qwix.qarrays import from_qarray as from_qarray
-from fbq_jax.contrib.qwix.qarrays import to_qarray as to_qarray
+from fbq_jax.contrib import needs
+
+with needs("qwix", extra="qwix"):
+    from fbq_jax.contrib.qwix.linen_models import quantize as quantize
+    from fbq_jax.contrib.qwix.nnx_models import quantize_nnx as quantize_nnx
+    from fbq_jax.contrib.qwix.qarrays import from_qarray as from_qarray
+    from fbq_jax.contrib.qwix.qarrays import to_qarray as to_qarray

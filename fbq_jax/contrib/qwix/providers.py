@@ -27,9 +27,9 @@ from fbq_jax.linen.einsum import FallbackEinsum
 from fbq_jax.linen.state import KERNEL, calling_module
 from fbq_jax.nnx import dot as nnx_dot
 
-# What layers call: its name, itself (``nnx.tabulate`` puts another function in place of
-# the name), and the function that LoRA replaces, which layers call in float.  All classes
-# of dots have one ``__call__``.
+# What layers call: its name, the function itself (``nnx.tabulate`` puts another one in
+# place of the name), and the function that LoRA replaces, which layers call in float.
+# All classes of dots have one ``__call__``.
 _DOT, _EINSUM = "jax.lax.dot_general", "jax.numpy.einsum"
 _CONV = "jax.lax.conv_general_dilated"
 _OP_CALLS: dict[str, tuple[Callable[..., Any], str]] = {
