@@ -22,7 +22,7 @@ def reach_products(model: nnx.Module) -> None:
     The modules of a model may refer to it, so it stays the same object.
     """
     original = vars(type(model)).get("unquantized", type(model))
-    object.__setattr__(model, "__class__", intercepting_class(original))
+    model.__class__ = intercepting_class(original)
 
 
 @DerivedClasses

@@ -114,8 +114,7 @@ def quantize_nnx(
     if path_rules.activations_rules(pairs):
         with record_activations(model) as recorded:
             trace_products(model, args, kwargs)
-        products = recorded.products(pairs)
-        _set_activations(modules, products, recorded.places, options)
+        _set_activations(modules, recorded.products(pairs), recorded.places, options)
     with record_activations(model) as recorded:
         products = trace_products(model, args, kwargs)
     quantized = {(product.layer, product.parameter) for product in products}
@@ -181,12 +180,11 @@ def _set_activations(
         if product.recipe is None:
             continue
         dot, place = FallbackDot(product.recipe, **options), places[key]
-        owner = modules.get(place.module) if place.module is not None else None
-        if owner is not None and (variable := first_variable(owner)) is not None:
+        owner = place.module
+        variable = None if owner is None else first_variable(modules[owner])
+        if owner is not None and variable is not None:
             # A stack of modules has the axes that its variables have.
-            assert place.module is not None
-            stack = stack_axes(place.module, variable.shape, place.variable)
-            if stack:
+            if stack := stack_axes(owner, variable.shape, place.variable):
                 dot.stack(stack, options["rngs"])
         path, number = key
         setattr(modules[path], activations_dot_name(number), nnx.data(dot))

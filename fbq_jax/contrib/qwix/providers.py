@@ -67,7 +67,7 @@ class OpCalls(QuantizationProvider):
         """Calls ``jnp.einsum``, and tells its first operand from the second."""
         has_string = any(isinstance(x, str) for x in args[:1])
         is_pair = len(args) == 3 if has_string else len(args) in (4, 5)
-        second = args[2] if is_pair else None
+        second: Any = args[2] if is_pair else None
         is_variable = isinstance(second, nnx.Variable)
         self.products.second = second.get_value() if is_variable else second
         try:
