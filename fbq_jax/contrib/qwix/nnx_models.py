@@ -181,10 +181,12 @@ def _set_activations(
             continue
         dot, place = FallbackDot(product.recipe, **options), places[key]
         owner = place.module
+        stack: tuple[int, ...] = ()
         variable = None if owner is None else first_variable(modules[owner])
         if owner is not None and variable is not None:
             # A stack of modules has the axes that its variables have.
-            if stack := stack_axes(owner, variable.shape, place.variable):
-                dot.stack(stack, options["rngs"])
+            stack = stack_axes(owner, variable.shape, place.variable)
+        if stack:
+            dot.stack(stack, options["rngs"])
         path, number = key
         setattr(modules[path], activations_dot_name(number), nnx.data(dot))
