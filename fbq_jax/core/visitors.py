@@ -75,17 +75,17 @@ class TraceContext(Generic[T]):
 
     def __init__(self, default: T):
         self._default = default
-        self._context = jax.make_user_context(None)
+        self._trace_key = jax.make_user_context(None)
 
     @property
     def value(self) -> T:
         """The value of the innermost context."""
-        reference = self._context.value
+        reference = self._trace_key.value
         return self._default if reference is None else reference()
 
     def __call__(self, value: T) -> AbstractContextManager[None]:
         """A context with a value, which the caller keeps alive."""
-        context: AbstractContextManager[None] = self._context(weakref.ref(value))
+        context: AbstractContextManager[None] = self._trace_key(weakref.ref(value))
         return context
 
 
