@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fbq_jax.bench import cli, report, results
+from fbq_jax.contrib import needs
 
 SECTIONS = ("step", "map", "gemm", "linear", "moe", "serve")
 LLAMA = "python -m experiments.bench"
@@ -53,10 +54,10 @@ def _run(arguments: Sequence[str] | None) -> None:
 def _draw(file: Path, path: Path) -> None:
     """Draws the map; the picture's suffix selects one of Matplotlib's formats."""
     try:
-        picture = importlib.import_module("fbq_jax.bench.picture")
+        with needs("matplotlib", extra="examples"):
+            picture = importlib.import_module("fbq_jax.bench.picture")
     except ModuleNotFoundError as error:
-        reason = "picture needs Matplotlib: pip install matplotlib"
-        raise cli.UsageError(reason) from error
+        raise cli.UsageError(str(error)) from error
     figure = picture.draw(_map(file)["rows"])
     try:
         figure.savefig(path, dpi=120)

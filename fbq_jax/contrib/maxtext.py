@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from fbq_jax.contrib import needs
 from fbq_jax.core.dot_general import DotConfig
 from fbq_jax.nnx.dot import FallbackDot
 from fbq_jax.nnx.naming import name_layers
@@ -278,7 +279,8 @@ def _find(module: str, function: str) -> tuple[Any, Callable[..., Any]]:
       ImportError: MaxText is not installed.
       RuntimeError: the module has no such function.
     """
-    found = importlib.import_module(module)
+    with needs("maxtext", extra="maxtext"):
+        found = importlib.import_module(module)
     if not hasattr(found, function):
         version = importlib.metadata.version("maxtext")
         raise RuntimeError(

@@ -7,8 +7,10 @@ for what it multiplies by.  It imports nothing of those who make them.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
-from typing import Any, ClassVar, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
@@ -62,9 +64,33 @@ class Visitor:
         return None
 
 
-#: The active visitor.  Part of the key of JAX's trace caches: a layer that was traced
-#: before is traced again.
-visitor = jax.make_user_context(Visitor())
+T = TypeVar("T")
+
+
+class TraceContext(Generic[T]):
+    """A value for what is traced in a context, where all is traced again.
+
+    The value is part of the key of JAX's trace caches, which do not keep it alive.
+    """
+
+    def __init__(self, default: T):
+        self._default = default
+        self._trace_key = jax.make_user_context(None)
+
+    @property
+    def value(self) -> T:
+        """The value of the innermost context."""
+        reference = self._trace_key.value
+        return self._default if reference is None else reference()
+
+    def __call__(self, value: T) -> AbstractContextManager[None]:
+        """A context with a value, which the caller keeps alive."""
+        context: AbstractContextManager[None] = self._trace_key(weakref.ref(value))
+        return context
+
+
+#: The active visitor.
+visitor = TraceContext(Visitor())
 
 V = TypeVar("V", bound=Visitor)
 

@@ -62,7 +62,7 @@ class FallbackConv:
             )
         dot: Callable[..., jax.Array] | None = self.dot_general
         if isinstance(dot, RulesDot):
-            dot = dot.of_layer()
+            dot = dot.of_layer(rhs.shape)
         if dot is None:
             return lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
         return conv_general_dilated(dot, lhs, rhs, *args, **kwargs)

@@ -48,7 +48,7 @@ class FallbackEinsum(QuantizedEinsum):
     def __call__(self, subscripts: str, /, *operands: Any, **kwargs: Any) -> jax.Array:
         """``jnp.einsum(subscripts, *operands, ...)``, quantized."""
         if isinstance(self.dot_general, RulesDot):
-            if (dot := self.dot_general.of_layer()) is None:
+            if (dot := self.dot_general.of_layer(jnp.shape(operands[-1]))) is None:
                 return jnp.einsum(subscripts, *operands, **kwargs)
             return FallbackEinsum(dot)(subscripts, *operands, **kwargs)
         return super().__call__(subscripts, *operands, **kwargs)

@@ -13,7 +13,7 @@ from jax import lax
 from fbq_jax.core.arguments import DimensionNumbers, DotArguments, DotGeneral
 from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.core.tracing import trace
-from fbq_jax.core.visitors import visiting
+from fbq_jax.core.visitors import TraceContext, visiting
 from fbq_jax.linen.dot import ActivationsDot, FallbackDot
 from fbq_jax.linen.grouped_dense import GroupedDense
 from fbq_jax.linen.int8_flow import Block
@@ -27,6 +27,7 @@ from fbq_jax.linen.tracing import (
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.rules_report import (
     ActivationProduct,
+    FloatProduct,
     RulesReport,
     activation_product,
     rules_report,
@@ -44,11 +45,13 @@ class _Tracing:
       dot: the object that reports.
       found: maps the path of each layer to its pattern.
       activations: maps the name of each product of two activations to it.
+      floats: the products that rules leave in float.
     """
 
     dot: "RulesDot"
     found: dict[str, str | None]
     activations: dict[str, ActivationProduct]
+    floats: list[FloatProduct]
 
 
 # What numbers are reserved for, in place of a collection: products of two activations,
@@ -85,8 +88,8 @@ class Root(NamedTuple):
 #: outside.
 quantized_root = jax.make_user_context(None)
 
-# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_tracing = jax.make_user_context(None)
+# The report that a trace makes.
+_tracing: TraceContext[_Tracing | None] = TraceContext(None)
 
 
 def relative_path(module: nn.Module) -> str:
@@ -174,22 +177,26 @@ class RulesDot(DotGeneral):
         self, lhs: jax.Array, rhs: jax.Array, arguments: DotArguments
     ) -> jax.Array:
         """Computes the product with the recipe of the calling layer."""
-        dot = self.of_layer() or lax.dot_general
+        dot = self.of_layer(rhs.shape) or lax.dot_general
         return dot(lhs, rhs, **arguments._asdict())
 
     def layer_dot(
         self, x: jax.Array, rhs: jax.Array, dimension_numbers: DimensionNumbers
     ) -> LayerDot | None:
         """The dot of the calling layer; None if it stays unquantized."""
-        dot = self.of_layer()
+        dot = self.of_layer(rhs.shape)
         return None if dot is None else dot.layer_dot(x, rhs, dimension_numbers)
 
     def of_layer(
-        self, kind: Callable[..., FallbackDot] = FallbackDot
+        self,
+        operand: tuple[int, ...] | str,
+        kind: Callable[..., FallbackDot] = FallbackDot,
     ) -> FallbackDot | None:
         """The ``FallbackDot`` of the calling layer; None if it stays unquantized.
 
         Args:
+          operand: the shape of the right operand, or the path of the parameter that it
+            is, for reports.
           kind: the class of the ``FallbackDot``.
         """
         module = calling_module(self.collection)
@@ -203,6 +210,8 @@ class RulesDot(DotGeneral):
         pattern, recipe = path_rules.first_match(self._pairs, path)
         if (tracing := _tracing.value) is not None and tracing.dot == self:
             tracing.found[path] = pattern
+            if recipe is None:
+                tracing.floats.append(FloatProduct(path, operand))
         return self._dot(recipe, kind)
 
     def of_activations(self, shape: tuple[int, ...]) -> FallbackDot | None:
@@ -263,7 +272,7 @@ class RulesDot(DotGeneral):
           call this object, because they have another ``dot_general`` or none, count as
           unmatched.
         """
-        tracing = _Tracing(self, {}, {})
+        tracing = _Tracing(self, {}, {}, [])
         blocks: set[str] = set()  # whose own operators quantize their parameters
         ndims: dict[str, int] = {}
 
@@ -317,6 +326,7 @@ class RulesDot(DotGeneral):
             matrices,
             recorder.products,
             tracing.activations.values(),
+            tracing.floats,
         )
 
     @property

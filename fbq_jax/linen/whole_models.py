@@ -32,7 +32,12 @@ from fbq_jax.linen.state import (
     share_state,
     sharing_states,
 )
-from fbq_jax.model_kind import QWIX_BASE, check_linen, check_unchanged_by_qwix
+from fbq_jax.model_kind import (
+    QWIX_BASE,
+    DerivedClasses,
+    check_linen,
+    check_unchanged_by_qwix,
+)
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import RulesReport, warn_of_idle_rules
@@ -157,7 +162,7 @@ class _Quantized(MethodWrapper):
         return _new, arguments, self.__dict__
 
 
-@functools.cache
+@DerivedClasses
 def _quantized_class(cls: Any, quantization: Quantization) -> type:
     """The class of quantized models; equal arguments give the same class."""
     fields = {
@@ -277,7 +282,9 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
         given = {}
         for field in dataclasses.fields(module):
             value = getattr(module, field.name, None)
-            if field.name not in taken or value not in (None, taken[field.name][0]):
+            if field.name not in taken:
+                continue
+            if value is not None and value is not taken[field.name][0]:
                 continue
             if getattr(module, f"{field.name}_cls", None) is None:
                 given[field.name] = taken[field.name][1]

@@ -302,7 +302,7 @@ class FallbackDot(DotGeneral, nnx.Module):
                 "without rngs. All such layers draw the same noise, and one that is "
                 "made anew in each call, as by dot_general_cls, draws it in every "
                 "step: make one FallbackDot(rngs=rngs) for each layer, as "
-                "fbq_jax.nnx.quantize(model, rules, rngs=rngs) does"
+                "fbq_jax.nnx.quantize(model, rules, quantize_rngs=rngs) does"
             )
             return warn_if_differentiated("without rngs", text, weight)
         if is_made_in_call(self):
@@ -488,9 +488,10 @@ def activations_dot_name(number: int) -> str:
     return dot_name(f"activations_{number}")
 
 
-def is_activations_dot(name: str) -> bool:
-    """Whether an attribute has the name of such an op."""
-    return re.fullmatch(activations_dot_name(0).replace("0", r"\d+"), name) is not None
+def is_activations_dot(name: Any) -> bool:
+    """Whether an attribute has the name of such an op; some names are no strings."""
+    pattern = activations_dot_name(0).replace("0", r"\d+")
+    return re.fullmatch(pattern, str(name)) is not None
 
 
 class LayerOp(NamedTuple):

@@ -50,8 +50,8 @@ def warn_if_shared(op: nnx.Module, weight: Any) -> None:
             "shared op",
             f"weights of shapes {str(before)[1:-1]} and {str(shapes)[1:-1]} train with "
             f"one {kind}, so both change one state: give each layer its own {kind}, as "
-            "fbq_jax.nnx.quantize(model, rules, rngs=rngs) does with FallbackDot. "
-            "fbq_jax.nnx.check_unshared(model) names the layers",
+            "fbq_jax.nnx.quantize(model, rules, quantize_rngs=rngs) does with "
+            "FallbackDot. fbq_jax.nnx.check_unshared(model) names the layers",
         )
 
 

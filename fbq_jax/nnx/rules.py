@@ -1,6 +1,9 @@
 """Rules for Flax NNX models: the path of each layer decides its recipe."""
 
 import contextlib
+import functools
+import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +35,7 @@ from fbq_jax.nnx.tracing import (
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import (
+    FloatProduct,
     QuantizedParameter,
     RulesReport,
     rules_report,
@@ -44,7 +48,7 @@ def quantize(
     model: nnx.Module,
     rules: Mapping[str, Recipe | None],
     *args: Any,
-    rngs: nnx.Rngs | None = None,
+    quantize_rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
     ignore_precision: bool = False,
     **kwargs: Any,
@@ -76,11 +80,11 @@ def quantize(
         with each parameter.  A layer whose weight it reads without the layer's op gets
         the unquantized op.  Without any arguments nothing is traced, and the report
         goes by the kinds of the layers.
-      rngs: seeds the noise of the layers, as in ``FallbackDot``.
+      quantize_rngs: seeds the noise of the layers, as the ``rngs`` of ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
       ignore_precision: whether to quantize products that ask for a precision, such as
         HIGHEST; otherwise they are errors.
-      **kwargs: keyword arguments of the same call.
+      **kwargs: keyword arguments of the same call, and so its ``rngs``.
 
     Returns:
       The rule of each layer, the rules that apply to no layer, the layers without a
@@ -107,24 +111,28 @@ def quantize(
     remedy = "fbq_jax.contrib.qwix.quantize_nnx"
     check_unchanged_by_qwix(model, remedy)
     path_rules.refuse_activations_rules(pairs, f"use {remedy}")
+    quantize_rngs = take_rngs(model, args, kwargs, quantize_rngs)
     with unchanged_on_error(model):
         found = quantize_layers(
             model,
             pairs,
-            rngs=rngs,
+            rngs=quantize_rngs,
             implementation=implementation,
             ignore_precision=ignore_precision,
         )
         name_layers(model)
+        floats = shared_parameters(model, found)
         if args or kwargs:
             try:
-                products = trace_products(model, args, kwargs)
+                with _record_floats(model, pairs, found, floats):
+                    products = trace_products(model, args, kwargs)
             except (TypeError, ValueError) as error:
                 if args and _is_random_state(args[0]):
                     raise TypeError(
-                        "fbq_jax.nnx.quantize takes no key, and rngs by keyword: "
-                        "quantize(model, rules, x, rngs=nnx.Rngs(0)); the arguments of "
-                        f"the model's call begin with {type(args[0]).__name__} here"
+                        "fbq_jax.nnx.quantize takes no key, and its seeds by keyword: "
+                        "quantize(model, rules, x, quantize_rngs=nnx.Rngs(0)); the "
+                        "arguments of the model's call begin with "
+                        f"{type(args[0]).__name__} here"
                     ) from error
                 raise
             drop_unused_ops(model, pairs, found, products, args, kwargs)
@@ -136,9 +144,93 @@ def quantize(
             for path, shape in matrices_of(model).items()
             if not path.startswith(blocks)
         }
-    report = rules_report(pairs, found, matrices, products)
+    report = rules_report(pairs, found, matrices, products, (), floats)
     warn_of_idle_rules(pairs, report, stacklevel=2)
     return report
+
+
+def shared_parameters(
+    model: nnx.Module, found: Mapping[str, str | None]
+) -> list[FloatProduct]:
+    """The layers whose parameters have the paths of other modules, as a tied head's.
+
+    Args:
+      model: the model.
+      found: maps the path of each layer to its pattern.
+    """
+    names, modules = parameter_paths(model), dict(nnx.iter_modules(model))
+    return [
+        FloatProduct(path, names[id(value)])
+        for path, module in ((_join(parts), m) for parts, m in modules.items())
+        if path in found
+        for value in vars(module).values()
+        if isinstance(value, nnx.Param)
+    ]
+
+
+@contextlib.contextmanager
+def _record_floats(
+    model: nnx.Module,
+    rules: Pairs,
+    found: Mapping[str, str | None],
+    floats: list[FloatProduct],
+) -> Iterator[None]:
+    """Records the products of modules that rules leave in float, which have no ops.
+
+    Flax's layers multiply by parameters of their own.
+    """
+
+    def record(path: str, op: LayerOp, *args: Any, **kwargs: Any) -> jax.Array:
+        arrays = [x for x in (*args, kwargs.get("rhs")) if hasattr(x, "shape")]
+        floats.append(FloatProduct(path, arrays[-1].shape))
+        return op.unquantized(*args, **kwargs)
+
+    recipes, changed = dict(rules), []
+    for parts, module in nnx.iter_modules(model):
+        pattern, op = found.get(path := _join(parts)), _op_of(module)
+        if isinstance(module, Layer) or op is None or pattern is None:
+            continue
+        if recipes[pattern] is None:
+            changed.append((module, op))
+            op_in_trace = functools.partial(record, path, op)
+            setattr(module, op.name, nnx.static(op_in_trace))
+    try:
+        yield
+    finally:
+        for module, op in changed:
+            setattr(module, op.name, nnx.static(op.unquantized))
+
+
+def take_rngs(
+    model: nnx.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    quantize_rngs: nnx.Rngs | None,
+) -> nnx.Rngs | None:
+    """The ``quantize_rngs`` of a call, which once was ``rngs``.
+
+    The model's own call may take ``rngs``, and then gets them.
+
+    Args:
+      model: a model that ``quantize`` was given.
+      args: the arguments of the model's call.
+      kwargs: the keyword arguments of ``quantize`` that are not its own.  Loses
+        ``rngs`` if they are its own.
+      quantize_rngs: what ``quantize`` was given.
+    """
+    if quantize_rngs is not None or "rngs" not in kwargs:
+        return quantize_rngs
+    is_called = args or len(kwargs) > 1
+    if is_called and "rngs" in inspect.signature(type(model).__call__).parameters:
+        return None
+    warnings.warn(
+        "rngs= of quantize is quantize_rngs= now, and seeds the noise of the layers: "
+        "rngs= is for models whose call takes it",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    rngs: nnx.Rngs | None = kwargs.pop("rngs")
+    return rngs
 
 
 @contextlib.contextmanager
@@ -292,7 +384,8 @@ def _op_of(module: nnx.Module) -> LayerOp | None:
         return None  # its op holds the state of its own operators
     for op in LAYER_OPS.values():
         value = getattr(module, op.name, module)
-        if value in (None, op.unquantized) or isinstance(value, op.quantized):
+        # A module's own ``==`` may be anything.
+        if value is None or value is op.unquantized or isinstance(value, op.quantized):
             return op
     return None
 
@@ -336,11 +429,26 @@ def stack_shape(path: str, layer: Layer) -> tuple[int, ...]:
         one = tuple(layer.kernel_shape)
     else:
         one = *layer.batch_axis.values(), *layer.in_features, *layer.out_features
-    shape = layer.kernel.shape
+    return stack_axes(path, layer.kernel.shape, one)
+
+
+def stack_axes(
+    path: str, shape: tuple[int, ...], one: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The leading axes that a parameter has more than one layer's.
+
+    Args:
+      path: the path of the layer.
+      shape: the shape of its parameter.
+      one: the shape that one layer's parameter has.
+
+    Raises:
+      ValueError: the axes of stacks are not the leading ones.
+    """
     axes = len(shape) - len(one)
     if shape[axes:] != one:
         raise ValueError(
-            f"layer {path!r} has a kernel of shape {shape}, of which one layer's is "
+            f"layer {path!r} has a parameter of shape {shape}, of which one layer's is "
             f"{one}: a stack of layers has its axes first, as nnx.vmap makes it; or "
             "apply rules where one of the layers is made, inside nnx.vmap"
         )

@@ -4,7 +4,9 @@ A rule is a regular expression for paths such as ``"decoder/layers_3/mlp/up"`` a
 recipe of the layers that it matches, or None for layers that stay unquantized.  As in
 Qwix, the expression must match the entire path: ``"mlp"`` matches only a layer of that
 name at the root, ``".*/mlp/.*"`` every layer inside an ``mlp`` that is not at the root.
-The path of the root is empty.  The first rule that matches a layer applies.
+The path of the root is empty.  A key that is no string, such as a number or a tuple
+in NNX, is in the path as ``str`` shows it: ``"layers/(0, 1)/up"``.  The first rule that
+matches a layer applies.
 
 A product of two activations, as in attention, stays unquantized unless a rule names it.
 Its name is the path of its module, ``@activations_``, and its number in the module,

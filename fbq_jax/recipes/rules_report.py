@@ -5,6 +5,7 @@ that it reads.  All other parameters stay in float, as far as the report knows.
 """
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -60,6 +61,19 @@ class ActivationProduct(NamedTuple):
     shape: tuple[int, ...]
     rule: str | None
     recipe: Recipe | None
+
+
+class FloatProduct(NamedTuple):
+    """A product that a layer with an op, or a rule, computes in float.
+
+    Attributes:
+      layer: the path of the layer.
+      operand: the path of the parameter that is the right operand, or the operand's
+        shape.
+    """
+
+    layer: str
+    operand: str | tuple[int, ...]
 
 
 class FloatParameter(NamedTuple):
@@ -150,6 +164,7 @@ def rules_report(
     matrices: Mapping[str, tuple[int, ...]],
     products: Iterable[QuantizedParameter],
     activation_products: Iterable[ActivationProduct] = (),
+    float_products: Iterable[FloatProduct] = (),
 ) -> RulesReport:
     """Makes a report.
 
@@ -159,6 +174,7 @@ def rules_report(
       matrices: the shapes of the parameters that have two or more axes in one layer.
       products: the quantized products of the model, without their rules.
       activation_products: the products of two activations that rules can name.
+      float_products: the products that layers compute in float.
     """
     activation_products = tuple(activation_products)
     layers = {path: pattern for path, pattern in found.items() if pattern is not None}
@@ -167,18 +183,48 @@ def rules_report(
     order = {path: number for number, path in enumerate(matrices)}
     rows.sort(key=lambda row: order.get(row.parameter, len(order)))
     names = {row.parameter for row in rows}
+    layer_of = {path: path.rpartition("/")[0] for path in matrices}
+    layer_of |= _tied(found, matrices, float_products)
     return RulesReport(
         layers,
         tuple(pattern for pattern, _ in rules if pattern not in used),
         tuple(path for path, pattern in found.items() if pattern is None),
         tuple(rows),
         tuple(
-            FloatParameter(path, shape, _float_reason(dict(rules), found, path, names))
-            for path, shape in matrices.items()
-            if path not in names
+            FloatParameter(
+                path, shape, _float_reason(dict(rules), found, path, layer, names)
+            )
+            for path, layer in layer_of.items()
+            if path not in names and (shape := matrices[path])
         ),
         activation_products,
     )
+
+
+def _tied(
+    found: Mapping[str, str | None],
+    matrices: Mapping[str, tuple[int, ...]],
+    float_products: Iterable[FloatProduct],
+) -> dict[str, str]:
+    """Maps parameters of modules without an op to the layers that multiply by them.
+
+    A layer that holds no parameter of an operand's size multiplies by the one of that
+    size which a module without an op holds, such as an embedding.
+    """
+    tied = {}
+    for layer, operand in dict.fromkeys(float_products):
+        holders = {path: path.rpartition("/")[0] for path in matrices}
+        if isinstance(operand, str):
+            paths = [operand]
+        else:
+            size = math.prod(operand)
+            paths = [p for p, shape in matrices.items() if math.prod(shape) == size]
+        if layer not in found or any(holders.get(path) == layer for path in paths):
+            continue
+        paths = [p for p in paths if p in matrices and holders[p] not in found]
+        if len(paths) == 1:
+            tied[paths[0]] = layer
+    return tied
 
 
 def is_adapter(parameter: str) -> bool:
@@ -194,10 +240,10 @@ def _float_reason(
     rules: Mapping[str, Recipe | None],
     found: Mapping[str, str | None],
     path: str,
+    layer: str,
     products: Container[str],
 ) -> str:
-    """Why a parameter is in float."""
-    layer = path.rpartition("/")[0]
+    """Why a parameter, by which a layer multiplies, is in float."""
     if is_adapter(path):
         return "LoRA"
     if layer in products:

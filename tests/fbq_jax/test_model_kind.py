@@ -24,7 +24,7 @@ def freeze(model):
 
 LINEN_FUNCTIONS = quantize, freeze
 NNX_FUNCTIONS = (
-    lambda model: fbq_jax.nnx.quantize(model, RULES, X, rngs=nnx.Rngs(0)),
+    lambda model: fbq_jax.nnx.quantize(model, RULES, X, quantize_rngs=nnx.Rngs(0)),
     lambda model: fbq_jax.nnx.freeze(model, X),
     fbq_jax.nnx.fallback_stats,
 )

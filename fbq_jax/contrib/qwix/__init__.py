@@ -10,10 +10,14 @@ first layer calls the replaced ``lax.dot_general``, and inside a trace that no s
 leave.  The provider in ``products`` replaces the function below, by which JAX calls a
 primitive.  It sees the operands of every product, and follows parameters through casts
 and reshapes.  The one in ``providers`` shows the products of layers with an op to
-Qwix's LoRA.  Both run through ``qwix.quantize_model``.
+Qwix's LoRA.  ``qwix.quantize_model`` would make a class for each call, which JAX never
+forgets.
 """
 
-from fbq_jax.contrib.qwix.linen_models import quantize as quantize
-from fbq_jax.contrib.qwix.nnx_models import quantize_nnx as quantize_nnx
-from fbq_jax.contrib.qwix.qarrays import from_qarray as from_qarray
-from fbq_jax.contrib.qwix.qarrays import to_qarray as to_qarray
+from fbq_jax.contrib import needs
+
+with needs("qwix", extra="qwix"):
+    from fbq_jax.contrib.qwix.linen_models import quantize as quantize
+    from fbq_jax.contrib.qwix.nnx_models import quantize_nnx as quantize_nnx
+    from fbq_jax.contrib.qwix.qarrays import from_qarray as from_qarray
+    from fbq_jax.contrib.qwix.qarrays import to_qarray as to_qarray

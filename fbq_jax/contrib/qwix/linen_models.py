@@ -156,9 +156,11 @@ class LinenModules:
             return None
         parameter = self._parameter(x)
         assert parameter is not None
+        path = "/".join(parameter.path)
         if isinstance(parameter.value, FrozenParameter) and is_lora_active():
-            refuse_lora("/".join(parameter.path))
-        return self.dot.of_layer(functools.partial(ParameterDot, parameter=parameter))
+            refuse_lora(path)
+        kind = functools.partial(ParameterDot, parameter=parameter)
+        return self.dot.of_layer(path, kind)
 
     def op_of_activations(self, shape: tuple[int, ...]) -> Op | None:
         """The op for a product of two activations; None leaves it in float."""

@@ -12,22 +12,20 @@ from flax import nnx
 from fbq_jax.contrib.qwix.nnx_modules import NnxModules
 from fbq_jax.contrib.qwix.providers import call_quantized
 from fbq_jax.core.frozen_weight import FrozenKernel
-from fbq_jax.model_kind import QWIX_BASE
+from fbq_jax.model_kind import QWIX_BASE, DerivedClasses
 from fbq_jax.nnx.op_warnings import seen_by_qwix
 
 
-def intercepting(model: nnx.Module) -> Any:
-    """A model with the modules of another one, in whose methods products are reached.
+def reach_products(model: nnx.Module) -> None:
+    """Changes the class of a model to a derived one, in whose methods they are reached.
 
-    Its class is derived from the other one's.
+    The modules of a model may refer to it, so it stays the same object.
     """
     original = vars(type(model)).get("unquantized", type(model))
-    new: Any = object.__new__(intercepting_class(original))
-    vars(new).update(vars(model))
-    return new
+    model.__class__ = intercepting_class(original)
 
 
-@functools.cache
+@DerivedClasses
 def intercepting_class(cls: Any) -> Any:
     """A class derived from a model's, in whose methods products are reached."""
     fields: dict[str, Any] = {

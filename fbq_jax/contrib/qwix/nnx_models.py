@@ -5,8 +5,10 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from fbq_jax.contrib.qwix.nnx_classes import intercepting
+from fbq_jax.contrib.qwix.nnx_classes import reach_products
 from fbq_jax.contrib.qwix.nnx_modules import (
+    Place,
+    first_variable,
     matrices,
     modules_of,
     record_activations,
@@ -14,7 +16,6 @@ from fbq_jax.contrib.qwix.nnx_modules import (
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
     FallbackDot,
-    Layer,
     activations_dot_name,
     dot_name,
     is_activations_dot,
@@ -23,7 +24,9 @@ from fbq_jax.nnx.naming import name_layers
 from fbq_jax.nnx.rules import (
     drop_unused_ops,
     quantize_layers,
-    stack_shape,
+    shared_parameters,
+    stack_axes,
+    take_rngs,
 )
 from fbq_jax.nnx.tracing import matrices_of, parameter_paths, trace_products
 from fbq_jax.recipes import path_rules
@@ -42,7 +45,7 @@ def quantize_nnx(
     model: M,
     rules: Mapping[str, Recipe | None],
     *args: Any,
-    rngs: nnx.Rngs | None = None,
+    quantize_rngs: nnx.Rngs | None = None,
     implementation: str | None = None,
     ignore_precision: bool = False,
     **kwargs: Any,
@@ -61,10 +64,10 @@ def quantize_nnx(
       rules: a mapping from patterns of paths to recipes, tried in order.
       *args: the arguments of a call of the model, which is traced; arrays may be
         ``jax.ShapeDtypeStruct``.
-      rngs: seeds the noise of the layers, as in ``FallbackDot``.
+      quantize_rngs: seeds the noise of the layers, as the ``rngs`` of ``FallbackDot``.
       implementation: the implementation of the layers' ops, as in ``FallbackDot``.
       ignore_precision: whether to quantize products that ask for a precision.
-      **kwargs: keyword arguments of the same call.
+      **kwargs: keyword arguments of the same call, and so its ``rngs``.
 
     Returns:
       The quantized model, and what became of each parameter.
@@ -88,11 +91,12 @@ def quantize_nnx(
     check_nnx("quantize", model)
     pairs = path_rules.as_pairs(rules)
     options: dict[str, Any] = {
-        "rngs": rngs,
+        "rngs": take_rngs(model, args, kwargs, quantize_rngs),
         "implementation": implementation,
         "ignore_precision": ignore_precision,
     }
-    model = intercepting(nnx.clone(model, variables=False))
+    model = nnx.clone(model, variables=False)
+    reach_products(model)
     found = quantize_layers(model, pairs, **options)
     modules = modules_of(model)
     others = {
@@ -110,7 +114,7 @@ def quantize_nnx(
     if path_rules.activations_rules(pairs):
         with record_activations(model) as recorded:
             trace_products(model, args, kwargs)
-        _set_activations(modules, recorded.products(pairs), options)
+        _set_activations(modules, recorded.products(pairs), recorded.places, options)
     with record_activations(model) as recorded:
         products = trace_products(model, args, kwargs)
     quantized = {(product.layer, product.parameter) for product in products}
@@ -125,7 +129,10 @@ def quantize_nnx(
     drop_unused_ops(model, pairs, found, products, args, kwargs)
     name_layers(model)
     activations = recorded.products(pairs).values()
-    report = rules_report(pairs, found, matrices_of(model), products, activations)
+    floats = shared_parameters(model, found)
+    report = rules_report(
+        pairs, found, matrices_of(model), products, activations, floats
+    )
     warn_of_idle_rules(pairs, report, stacklevel=2)
     return model, report
 
@@ -150,8 +157,7 @@ def _set_own_code(
         if recipe is None:
             continue
         dot = FallbackDot(recipe, **options)
-        stack = getattr(modules[path], name).shape
-        if stack := stack[: len(stack) - len(shape)]:
+        if stack := stack_axes(path, getattr(modules[path], name).shape, shape):
             dot.stack(stack, options["rngs"])
         setattr(modules[path], dot_name(name), nnx.data(dot))
 
@@ -166,15 +172,21 @@ def _drop_activations(modules: Mapping[str, nnx.Module]) -> None:
 def _set_activations(
     modules: Mapping[str, nnx.Module],
     products: Mapping[tuple[str, int], ActivationProduct],
+    places: Mapping[tuple[str, int], Place],
     options: dict[str, Any],
 ) -> None:
     """Gives products of two activations their ops."""
-    for (path, number), product in products.items():
+    for key, product in products.items():
         if product.recipe is None:
             continue
-        dot = FallbackDot(product.recipe, **options)
-        layers = (m for _, m in nnx.iter_modules(modules[path]) if isinstance(m, Layer))
-        # Where its layers are stacks, so is the module.
-        if (layer := next(layers, None)) and (shape := stack_shape(path, layer)):
-            dot.stack(shape, options["rngs"])
+        dot, place = FallbackDot(product.recipe, **options), places[key]
+        owner = place.module
+        stack: tuple[int, ...] = ()
+        variable = None if owner is None else first_variable(modules[owner])
+        if owner is not None and variable is not None:
+            # A stack of modules has the axes that its variables have.
+            stack = stack_axes(owner, variable.shape, place.variable)
+        if stack:
+            dot.stack(stack, options["rngs"])
+        path, number = key
         setattr(modules[path], activations_dot_name(number), nnx.data(dot))

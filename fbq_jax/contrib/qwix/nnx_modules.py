@@ -2,17 +2,15 @@
 
 import contextlib
 import dataclasses
-import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
-from fbq_jax.contrib.qwix.internals import current_module
+from fbq_jax.contrib.qwix.internals import current_module, running_modules
 from fbq_jax.contrib.qwix.products import Op
+from fbq_jax.core.visitors import TraceContext
 from fbq_jax.nnx.dot import activations_dot_name, dot_name, is_activations_dot
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
@@ -24,9 +22,6 @@ from fbq_jax.recipes.rules_report import (
 
 # The attribute with the path of a module while ``quantize_nnx`` traces the model.
 _PATH = "fbq_jax_path"
-
-# Part of the key of JAX's trace caches: a layer that was traced before is traced again.
-_activations = jax.make_user_context(None)
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -43,10 +38,25 @@ def matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
     if isinstance(module, nnx.bridge.ToNNX):
         return
     for name, value in vars(module).items():
-        if not isinstance(value, nnx.Param) or is_adapter(name):
+        if not isinstance(value, nnx.Param) or is_adapter(str(name)):
             continue
         if getattr(value, "ndim", 0) >= 2:
             yield name, value
+
+
+class Place(NamedTuple):
+    """Where a model computes a product of two activations.
+
+    Attributes:
+      shape: the shape of the right operand.
+      module: the path of the module around it that has variables; None if none has.
+      variable: the shape of the first variable of that module, without the axes of
+        stacks.
+    """
+
+    shape: tuple[int, ...]
+    module: str | None
+    variable: tuple[int, ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,15 +64,13 @@ class _Activations:
     """The products of a model that ``quantize_nnx`` traces.
 
     Attributes:
-      shapes: maps the path of a module and the number of a product of two activations
-        to the shape of its right operand.
+      places: maps the path of a module and the number of a product of two activations
+        to what is known of it.
       weights: maps the path of a module and the name of a parameter that it multiplies
         by itself to the parameter's shape, without the axes of stacks.
     """
 
-    shapes: dict[tuple[str, int], tuple[int, ...]] = dataclasses.field(
-        default_factory=dict
-    )
+    places: dict[tuple[str, int], Place] = dataclasses.field(default_factory=dict)
     weights: dict[tuple[str, str], tuple[int, ...]] = dataclasses.field(
         default_factory=dict
     )
@@ -70,9 +78,13 @@ class _Activations:
     def products(self, rules: Pairs) -> dict[tuple[str, int], ActivationProduct]:
         """What rules make of each."""
         return {
-            key: activation_product(rules, path_rules.activations_name(*key), shape)
-            for key, shape in self.shapes.items()
+            key: activation_product(rules, path_rules.activations_name(*key), x.shape)
+            for key, x in self.places.items()
         }
+
+
+# What ``quantize_nnx`` records of a trace.
+_activations: TraceContext[_Activations | None] = TraceContext(None)
 
 
 @contextlib.contextmanager
@@ -94,10 +106,10 @@ def record_activations(model: nnx.Module) -> Iterator[_Activations]:
             delattr(module, _PATH)
 
 
-def _can_keep_state(module: nnx.Module) -> bool:
-    """Whether the variables of a module can leave what JAX traces."""
-    variables = (v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable))
-    return all(map(_can_change, itertools.islice(variables, 1)))
+def first_variable(module: nnx.Module) -> nnx.Variable[Any] | None:
+    """The first parameter of a module, or its first variable if it has none."""
+    found = [v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)]
+    return min(found, key=lambda v: not isinstance(v, nnx.Param), default=None)
 
 
 def _can_change(variable: nnx.Variable[Any]) -> bool:
@@ -128,8 +140,9 @@ class NnxModules:
             any(map(is_activations_dot, vars(module)))
             for _, module in nnx.iter_modules(model)
         )
-        # The products of two activations that each module has computed.
-        self.activations: Counter[nnx.Module] = Counter()
+        # Each module, which keeps its id from being used again, and how many products
+        # of two activations it has computed.  A module may have no hash.
+        self.activations: dict[int, tuple[nnx.Module, int]] = {}
 
     def has(self, x: Any, *, adapters: bool = False) -> bool:
         """Whether an array is a parameter, of LoRA only if ``adapters``."""
@@ -156,14 +169,20 @@ class NnxModules:
     def op_of_activations(self, shape: tuple[int, ...]) -> Op | None:
         """The op for a product of two activations; None leaves it in float."""
         module = current_module()
-        if module is None or not _can_keep_state(module):
+        if module is None:
             return None
-        number = self.activations[module]
-        self.activations[module] += 1
+        around = ((m, first_variable(m)) for m in running_modules())
+        owner, variable = next((x for x in around if x[1] is not None), (None, None))
+        if variable is not None and not _can_change(variable):
+            return None
+        _, number = self.activations.get(id(module), (module, 0))
+        self.activations[id(module)] = module, number + 1
         # A module that the call itself makes has no path, and cannot keep an op.
         path = getattr(module, _PATH, None)
         if _activations.value is not None and path is not None:
-            _activations.value.shapes[path, number] = shape
+            inside = () if variable is None else variable.shape
+            place = Place(shape, getattr(owner, _PATH, None), inside)
+            _activations.value.places[path, number] = place
         return getattr(module, activations_dot_name(number), None)
 
     def _owner(self, x: Any) -> _Owner | None:

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from qwix import QuantizationProvider
 
 from fbq_jax.contrib.qwix.internals import PRIMITIVE_BIND, disable_interceptions
+from fbq_jax.core.arguments import DTYPES
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.einsum import before_transposing
 from fbq_jax.sharding.layer_names import inside_layer
@@ -32,7 +34,6 @@ _VIEWS = frozenset(
         "transpose",
     }
 )
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 class Modules(Protocol):
@@ -69,15 +70,14 @@ class Products(QuantizationProvider):
     Qwix does not replace it while it runs the replacement.
     """
 
-    def __init__(self, modules: Modules, *, disable_jit: bool):
-        super().__init__([], disable_jit=disable_jit)
+    def __init__(self, modules: Modules):
+        super().__init__([])
         self.modules = modules
         # Of the op that is being called, until its product is found.
         self.called: Weight | None = None
         # Of a jnp.einsum that is being called, the second operand.
         self.second: Any = None
-        # Each view, which keeps its id from being used again, and the parameter, or
-        # another source, that it is of.
+        # Each view, which keeps its id from being used again, and what it is a view of.
         self.views: dict[int, tuple[Any, Any]] = {}
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
@@ -104,12 +104,21 @@ class Products(QuantizationProvider):
             return self._evaluate(params["jaxpr"], args)
         y = primitive.bind(*args, **params)
         if name in _VIEWS and getattr(args[0], "ndim", 0) >= 1:
-            self.views[id(y)] = y, self._source(args[0])
+            self.views[id(y)] = y, args[0]
         return y
 
     def _source(self, x: Any) -> Any:
-        """The array that x is a view of."""
-        return self.views.get(id(x), (x, x))[1]
+        """The array that x is a view of, or x itself.
+
+        A parameter may be a view of another one, as that of one layer of a stack.
+        """
+        views = []
+        while id(x) in self.views:
+            views.append(x)
+            x = self.views[id(x)][1]
+        if not views or not self.modules.has(x):
+            return x
+        return next(filter(self.modules.has, views), x)
 
     def _is_weight(self, x: Any) -> bool:
         """Whether x is a parameter, or a view, of two or more dimensions."""
@@ -141,7 +150,10 @@ class Products(QuantizationProvider):
         self, name: str, lhs: Any, rhs: Any, /, **params: Any
     ) -> jax.Array | None:
         """A product by its op; None if it stays in float."""
-        if lhs.dtype not in _FLOATS or rhs.dtype not in _FLOATS:
+        # An operand may be whatever JAX takes: a Python number, an array of NumPy.
+        dtypes = [jax.typeof(x).dtype for x in (lhs, rhs)]
+        dtypes.append(params["preferred_element_type"] or dtypes[0])
+        if any(dtype not in DTYPES for dtype in dtypes):
             return None
         weights = self._is_weight(lhs), self._is_weight(rhs)
         if weights[0] == weights[1]:
@@ -155,7 +167,7 @@ class Products(QuantizationProvider):
         source = self._source(rhs if weights[1] else lhs)
         if (op := self._op(source)) is None:
             return None
-        op = disable_interceptions(op)
+        op, lhs, rhs = disable_interceptions(op), jnp.asarray(lhs), jnp.asarray(rhs)
         if name == "conv_general_dilated":
             return conv_general_dilated(op, lhs, rhs, **params)
         return _dot_general(op, lhs, rhs, weights[0], **params)
@@ -177,7 +189,7 @@ class Products(QuantizationProvider):
         op = self.modules.op_of_activations((lhs if swapped else rhs).shape)
         if op is None:
             return None
-        op = disable_interceptions(op)
+        op, lhs, rhs = disable_interceptions(op), jnp.asarray(lhs), jnp.asarray(rhs)
         params["dimension_numbers"] = dimension_numbers
         return _dot_general(op, lhs, rhs, swapped, **params)
 

@@ -9,26 +9,34 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from qwix import QuantizationProvider, quantize_model
+from qwix import QuantizationProvider
 
 from fbq_jax.contrib.qwix.internals import (
     current_module,
     disable_interceptions,
+    intercepted,
     is_lora_active,
 )
 from fbq_jax.contrib.qwix.products import Modules, Products, Weight
+from fbq_jax.core.arguments import DotGeneral
 from fbq_jax.core.frozen_weight import FrozenKernel
 from fbq_jax.core.threshold import layer_path
+from fbq_jax.linen.conv import FallbackConv
+from fbq_jax.linen.einsum import FallbackEinsum
 from fbq_jax.linen.state import KERNEL, calling_module
+from fbq_jax.nnx import dot as nnx_dot
 
-# What layers call, and the function that LoRA replaces, which they call in float.  All
-# classes of dots have one ``__call__``.
-_OP_CALLS = {
-    "fbq_jax.FallbackDot.__call__": "jax.lax.dot_general",
-    "fbq_jax.FallbackEinsum.__call__": "jax.numpy.einsum",
-    "fbq_jax.nnx.FallbackEinsum.__call__": "jax.numpy.einsum",
-    "fbq_jax.FallbackConv.__call__": "jax.lax.conv_general_dilated",
-    "fbq_jax.nnx.FallbackConv.__call__": "jax.lax.conv_general_dilated",
+# What layers call: its name, the function itself (``nnx.tabulate`` puts another one in
+# place of the name), and the function that LoRA replaces, which layers call in float.
+# All classes of dots have one ``__call__``.
+_DOT, _EINSUM = "jax.lax.dot_general", "jax.numpy.einsum"
+_CONV = "jax.lax.conv_general_dilated"
+_OP_CALLS: dict[str, tuple[Callable[..., Any], str]] = {
+    "fbq_jax.FallbackDot.__call__": (DotGeneral.__call__, _DOT),
+    "fbq_jax.FallbackEinsum.__call__": (FallbackEinsum.__call__, _EINSUM),
+    "fbq_jax.nnx.FallbackEinsum.__call__": (nnx_dot.FallbackEinsum.__call__, _EINSUM),
+    "fbq_jax.FallbackConv.__call__": (FallbackConv.__call__, _CONV),
+    "fbq_jax.nnx.FallbackConv.__call__": (nnx_dot.FallbackConv.__call__, _CONV),
 }
 
 
@@ -40,33 +48,53 @@ class OpCalls(QuantizationProvider):
     in float, and ``Products`` calls the op for the product inside.
     """
 
-    def __init__(self, products: Products, *, disable_jit: bool):
-        super().__init__([], disable_jit=disable_jit)
+    def __init__(self, products: Products):
+        super().__init__([])
         self.products = products
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """What Qwix replaces."""
         calls: dict[str, Callable[..., Any]] = {
-            name: functools.partial(self.call, function)
-            for name, function in _OP_CALLS.items()
+            name: functools.partial(self.call, *functions)
+            for name, functions in _OP_CALLS.items()
         }
         if self.products.modules.sees_activations:
-            calls["jax.numpy.einsum"] = self.einsum
+            calls[_EINSUM] = self.einsum
         return calls
 
     def einsum(self, *args: Any, **kwargs: Any) -> Any:
         """Calls ``jnp.einsum``, and tells its first operand from the second."""
-        self.products.second = args[2] if len(args) == 3 else None
+        has_string = any(isinstance(x, str) for x in args[:1])
+        is_pair = len(args) == 3 if has_string else len(args) in (4, 5)
+        second: Any = args[2] if is_pair else None
+        is_variable = isinstance(second, nnx.Variable)
+        self.products.second = second.get_value() if is_variable else second
         try:
             return jnp.einsum(*args, **kwargs)
         finally:
             self.products.second = None
 
-    def call(self, function: str, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls an op, or the function that it stands for."""
+    def call(
+        self,
+        call: Callable[..., Any],
+        function: str,
+        op: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls an op, or the function that it stands for.
+
+        Args:
+          call: calls the op.
+          function: the name of what the op stands for.
+          op: the op.
+          *args: its arguments.
+          **kwargs: its keyword arguments.
+        """
         if not is_lora_active(function):
-            return disable_interceptions(op)(*args, **kwargs)
-        position = 2 if function == "jax.numpy.einsum" else 1
+            return disable_interceptions(call)(op, *args, **kwargs)
+        args += tuple(kwargs.pop(name) for name in ("lhs", "rhs") if name in kwargs)
+        position = 2 if function == _EINSUM else 1
         rhs = jnp.asarray(args[position])  # may be a FrozenKernel
         args = (*args[:position], rhs, *args[position + 1 :])
         self.products.called = Weight(rhs, getattr(op, "dot_general", op))
@@ -126,35 +154,11 @@ def refuse_lora(layer: str) -> NoReturn:
     )
 
 
-class _Call(nnx.Module):
-    """A model for Qwix that calls a function."""
-
-    def __call__(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-    # Qwix calls Flax's methods of these names, which warn that they are deprecated.
-
-    def iter_modules(self) -> Iterator[tuple[tuple[Any, ...], nnx.Module]]:
-        return nnx.iter_modules(self)
-
-    def set_attributes(self, **attributes: Any) -> None:  # type: ignore[override]
-        vars(self).update(attributes)
-
-
 def call_quantized(modules: Modules, function: Callable[[], Any]) -> Any:
     """Calls a function whose products with parameters are computed by their ops."""
     # Outside jit, JAX runs functions that it has compiled without a call in Python.
     is_eager = not isinstance(jnp.zeros(()), jax.core.Tracer)
-    products = Products(modules, disable_jit=is_eager)
-    op_calls = OpCalls(products, disable_jit=is_eager)
-
-    def call_with_ops() -> Any:
-        return _call(op_calls, function)
-
-    return _call(products, call_with_ops)
-
-
-def _call(provider: QuantizationProvider, function: Callable[[], Any]) -> Any:
-    """Calls a function in which a provider replaces functions, in this thread."""
-    model: Any = quantize_model(_Call(), provider, skip_nnx_init=True)
-    return model(function)
+    products = Products(modules)
+    for provider in (OpCalls(products), products):
+        function = intercepted(function, provider, disable_jit=is_eager)
+    return function()

@@ -81,7 +81,8 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, capsys):
     for name in ("matplotlib", "matplotlib.colors", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["picture", "some.json", "some.png"]) == 2
-    assert "needs Matplotlib: pip install matplotlib" in capsys.readouterr().err
+    message = "matplotlib is missing: pip install 'fbq-jax[examples]'"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ['{"answer": 42}', '{"gemm": {"rows": [1]}}', "["])

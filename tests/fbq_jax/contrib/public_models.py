@@ -112,7 +112,9 @@ class PublicModel(NamedTuple):
         quantize = _FUNCTIONS[self.function]
         if not isinstance(model, nnx.Module):
             return quantize(model, RULES, jax.random.key(0), *self.args, **self.kwargs)
-        found = quantize(model, RULES, *self.args, rngs=nnx.Rngs(5), **self.kwargs)
+        found = quantize(
+            model, RULES, *self.args, quantize_rngs=nnx.Rngs(5), **self.kwargs
+        )
         return (model, found) if isinstance(found, RulesReport) else found
 
     def train(self, model: Any) -> tuple[list[float], list[Any]]:

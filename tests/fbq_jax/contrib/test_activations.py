@@ -159,9 +159,11 @@ def test_nnx_products_have_the_bits_of_injection_by_hand():
     ]
     by_hand = NnxModel(by_hand)
     descend(by_hand, X)
-    model, _ = qwix.quantize_nnx(NnxModel(), {".*": OTHER}, X, rngs=nnx.Rngs(2))
+    model, _ = qwix.quantize_nnx(
+        NnxModel(), {".*": OTHER}, X, quantize_rngs=nnx.Rngs(2)
+    )
     rules = {**BOTH, ".*": None}  # again, in place of the rules before
-    model, report = qwix.quantize_nnx(model, rules, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(model, rules, X, quantize_rngs=nnx.Rngs(1))
     descend(model, X)
     for layer, expected in zip(model.layers, by_hand.layers, strict=True):
         np.testing.assert_array_equal(layer.w[...], expected.w[...])
@@ -195,6 +197,21 @@ def test_both_operands_may_be_one_array():
     np.testing.assert_array_equal(y, nnx.jit(lambda op: op(QK, X, X))(by_hand))
 
 
+@pytest.mark.parametrize(
+    "einsum",
+    [
+        lambda x, cache: jnp.einsum("td,fd->ft", x, cache),
+        lambda x, cache: jnp.einsum(x, [0, 1], cache, [2, 1], [2, 0]),
+    ],
+)
+def test_the_second_operand_may_be_a_variable(einsum):
+    """JAX swaps these operands, so the first one has to be found again."""
+    cache, x = nnx.Cache(jnp.ones((16, 32))), X[0]
+    model = OwnNnx(lambda m, x: einsum(x, m.cache), cache=cache)
+    _, report = qwix.quantize_nnx(model, {"@activations_0": SMALL}, x)
+    assert [product.shape for product in report.activation_products] == [(16, 32)]
+
+
 @pytest.mark.exhaustive
 def test_products_of_frozen_linen_models_stay_quantized():
     started = Recipe(block=32, start=2.0)
@@ -223,28 +240,58 @@ def test_products_of_frozen_nnx_models_stay_quantized():
     assert not hasattr(frozen.layers[0].activations_0_dot_general.weight, "codes")
 
 
+class WithLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.value = nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.einsum(AV, nnx.softmax(x @ x.mT), self.value(x))
+
+
+class WithWeight(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 6)
+
+    def __call__(self, x):
+        return x + jnp.einsum(AV, nnx.softmax(x @ x.mT), jnp.dot(x, self.w[...]))
+
+
+class Mix(nnx.Module):
+    """It has no variables, unlike the module around it."""
+
+    def __call__(self, x, values):
+        return jnp.einsum(AV, nnx.softmax(x @ x.mT), values)
+
+
+class WithMix(WithWeight):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.mix = Mix()
+
+    def __call__(self, x):
+        return x + self.mix(x, x @ self.w[...])
+
+
 @pytest.mark.exhaustive
-def test_a_stack_of_layers_has_a_state_for_each():
-    class Layer(nnx.Module):
-        def __init__(self, rngs):
-            self.value = nnx.Linear(32, 32, rngs=rngs)
-
-        def __call__(self, x):
-            return x + jnp.einsum(AV, nnx.softmax(x @ x.mT), self.value(x))
-
+@pytest.mark.parametrize("layer", [WithLayer, WithWeight, WithMix])
+@pytest.mark.parametrize("weights", [None, recipes.block])
+def test_a_stack_of_layers_has_a_state_for_each(layer, weights):
     def apply(model, x):
         axes = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
         return nnx.scan(lambda x, layer: layer(x), **axes)(x, model.layers)
 
-    make = nnx.split_rngs(splits=2)(nnx.vmap(Layer))
-    model = OwnNnx(apply, layers=make(nnx.Rngs(0)))
-    model, report = qwix.quantize_nnx(model, BOTH, X, rngs=nnx.Rngs(1))
+    make = nnx.split_rngs(splits=2)(nnx.vmap(layer))
+    model, rules = OwnNnx(apply, layers=make(nnx.Rngs(0))), {**BOTH, ".*": weights}
+    model, report = qwix.quantize_nnx(model, rules, X, quantize_rngs=nnx.Rngs(1))
     assert report.unused_rules == ()
     nnx.jit(lambda model: model(X))(model)
+    model(X)  # outside jit, JAX runs one layer after the other
     stats = fbq_jax.nnx.fallback_stats(model)
-    assert {name: s.count.tolist() for name, s in stats.items()} == {
-        f"layers/activations_{number}_dot_general": [1, 1] for number in range(2)
-    }
+    assert len(stats) == 2 + (weights is not None)
+    assert {tuple(s.count.tolist()) for s in stats.values()} == {(2, 2)}
+    names = [product.name for product in report.activation_products]
+    place = "layers/mix" if layer is WithMix else "layers"
+    assert names == [f"{place}@activations_{number}" for number in range(2)]
 
 
 def test_a_product_whose_state_cannot_leave_is_no_effect():

@@ -55,7 +55,7 @@ def add_lora(model):
 
 
 def quantize(model, rules=RULES):
-    return qwix.quantize_nnx(model, rules, TOKENS, rngs=nnx.Rngs(5))[0]
+    return qwix.quantize_nnx(model, rules, TOKENS, quantize_rngs=nnx.Rngs(5))[0]
 
 
 def freeze(model):
@@ -234,7 +234,7 @@ def test_ops_that_qwix_does_not_see_are_named():
     with pytest.raises(ValueError, match=message.format("Linen")):
         jax.eval_shape(add_linen_lora(model).init, key, TOKENS)
     model = Model()
-    fbq_jax.nnx.quantize(model, RULES, rngs=nnx.Rngs(5))
+    fbq_jax.nnx.quantize(model, RULES, quantize_rngs=nnx.Rngs(5))
     model.dense.dot_general.qwix_path = ("dense", "dot_general")  # Qwix sets it
     with pytest.warns(UserWarning, match="does not see the products of its quantized"):
         model(TOKENS)

@@ -166,7 +166,9 @@ def add_lora(model: Any) -> Any:
 
 
 def quantize_base(model: Any) -> Any:
-    return qwix.quantize_nnx(model, {".*": recipes.block}, *ARGS, rngs=nnx.Rngs(5))[0]
+    return qwix.quantize_nnx(
+        model, {".*": recipes.block}, *ARGS, quantize_rngs=nnx.Rngs(5)
+    )[0]
 
 
 def freeze_base(model: Any) -> Any:

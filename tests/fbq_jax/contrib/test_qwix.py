@@ -10,6 +10,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import fbq_jax
 from fbq_jax import (
@@ -269,6 +271,113 @@ def test_state_does_not_leave_transformations_that_are_not_flaxs():
     assert report.products == ()
 
 
+EYE = np.eye(32)  # of float64
+# Products of what JAX takes besides arrays of floats.
+OPERANDS = {
+    "a number": lambda x, w: jnp.dot(2.0, x) @ w,
+    "numbers": lambda x, w: jnp.dot(2.0, 3) * lax.dot_general(2.0, 3.0, OUTER) * x @ w,
+    "a bool": lambda x, w: jnp.dot(x @ w, True),
+    "a complex number": lambda x, w: jnp.dot(1j, x) @ w,
+    "a scalar of NumPy": lambda x, w: jnp.inner(np.float64(2), x) @ w,
+    "0-d": lambda x, w: jnp.tensordot(jnp.array(2.0), x, 0) @ w,
+    "float64 of NumPy": lambda x, w: x @ jnp.dot(a=EYE, b=w) + x @ (EYE @ w),
+    "integers": lambda x, w: jnp.dot(jnp.ones(x.shape, int), w),
+    "integers alone": lambda x, w: x @ w * jnp.vdot(np.arange(4), np.arange(4)),
+    "complex": lambda x, w: jnp.einsum("btd,df->btf", x + 1j, w),
+    "a list": lambda x, w: jnp.asarray([[1.0] * x.shape[-1]]) @ w,
+    "weak": lambda x, w: jnp.dot(2.0, x.astype(jnp.bfloat16)) @ w.astype(jnp.bfloat16),
+    "preferred": lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.bfloat16),
+    "complex is preferred": lambda x, w: jnp.matmul(
+        x, w, preferred_element_type=jnp.complex64
+    ),
+    "keywords": lambda x, w: lax.dot_general(lhs=x, rhs=w, dimension_numbers=INNER),
+    "axes": lambda x, w: jnp.einsum(x, [0, 1, 2], w, [2, 3], [3, 0, 1]),
+    "a scalar and two": lambda x, w: jnp.einsum(",btd,df->btf", 2.0, x, w),
+    "vectors": lambda x, w: jnp.dot(x[0, 0], x[0, 1]) * x @ w,
+    "nothing": lambda x, w: x[:0] @ w,
+}
+OUTER, INNER = (((), ()), ((), ())), (((2,), (0,)), ((), ()))
+
+
+@pytest.mark.parametrize("name", with_first_fast(OPERANDS))
+@pytest.mark.parametrize("rules", [None, recipes.block], ids=["float", "quantized"])
+@pytest.mark.filterwarnings("ignore:quantize. the patterns")  # where all is complex
+@jax.numpy_dtype_promotion("standard")
+def test_operands_are_whatever_jax_takes(name, rules):
+    multiply = OPERANDS[name]
+    rules = {".*": rules, ".*@.*": rules}
+    weight = nn.initializers.constant(0.5)
+    linen = Own(lambda param, x: multiply(x, param("w", 32, 32)))
+    quantized, _ = qwix.quantize(linen, rules, KEY, X)
+    variables = quantized.init(KEY, X)
+    params = {"params": variables["params"]}
+    nnx_model = OwnNnx(lambda m, x: multiply(x, m.w[...]), w=nnx.Param(jnp.ones(1)))
+    nnx_model.w = nnx.Param(weight(KEY, (32, 32)))
+    nnx_quantized, _ = qwix.quantize_nnx(nnx_model, rules, X)
+    mutable = {"mutable": ["fallback"]}
+    for run, run_float, inputs in (
+        (lambda v, x: quantized.apply(v, x, **mutable)[0], linen.apply, variables),
+        (lambda _, x: nnx_quantized(x), lambda _, x: nnx_model(x), {}),
+    ):
+        found = run(inputs, X)
+        expected = run_float(params, X)
+        compiled = jax.jit(run_float)(params, X)
+        assert found.dtype == expected.dtype
+        assert found.weak_type == expected.weak_type
+        assert found.shape == expected.shape
+        if rules[".*"] is None:
+            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(jax.jit(run)(inputs, X), compiled)
+        else:
+            tolerance = 0.05 * float(jnp.abs(expected).max(initial=1.0))
+            np.testing.assert_allclose(found, expected, atol=tolerance)
+
+
+def in_kernel(call):
+    """A function that computes both kinds of products in a kernel."""
+
+    def multiply(x, w):
+        def kernel(x, w, y):
+            y[...] = x[...] @ w[...] + jnp.dot(x[...], x[...])
+
+        return call(kernel, jax.ShapeDtypeStruct((32, 32), jnp.float32))(x[0], w)
+
+    return multiply
+
+
+KERNELS = {
+    "interpreted": functools.partial(pl.pallas_call, interpret=True),
+    "Mosaic": lambda kernel, out: plgpu.kernel(kernel, out_type=out),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_products_in_kernels_stay_as_they_are(name):
+    multiply, x = in_kernel(KERNELS[name]), jax.random.normal(KEY, (1, 32, 32))
+    rules = {".*": recipes.block, ".*@.*": recipes.block}
+    linen = Own(lambda param, x: multiply(x, param("w", 32, 32)))
+    variables = {"params": {"w": weight(32, 32)[...]}}
+    model = OwnNnx(lambda m, x: multiply(x, m.w[...]), w=weight(32, 32))
+    with pytest.warns(UserWarning, match="quantize nothing"):
+        linen_quantized, report = qwix.quantize(linen, rules, KEY, x)
+    with pytest.warns(UserWarning, match="quantize nothing"):
+        quantized, nnx_report = qwix.quantize_nnx(model, rules, x)
+    for found in (report, nnx_report):
+        assert found.products == found.activation_products == ()
+    runs = [
+        lambda x: linen.apply(variables, x),
+        lambda x: linen_quantized.apply(variables, x),
+        model,
+        quantized,
+    ]
+    programs = {str(jax.make_jaxpr(run)(x)) for run in runs}
+    assert len(programs) == 1, programs
+    if name == "interpreted":
+        expected = runs[0](x)
+        for run in runs[1:]:
+            np.testing.assert_array_equal(run(x), expected)
+
+
 class Raw(nnx.Module):
     def __init__(self, rngs):
         self.w = nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 6)
@@ -321,7 +430,7 @@ def test_nnx_modules_that_multiply_in_their_own_code():
     model = NnxModel(nnx.Rngs(0))
     model.dense = Transposed(nnx.Rngs(2))
     rules = {"head": None, ".*": Recipe(block=32, start=2.0)}
-    model, report = qwix.quantize_nnx(model, rules, TOKENS, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(model, rules, TOKENS, quantize_rngs=nnx.Rngs(1))
     assert isinstance(model, NnxModel)
     quantized = ["blocks/0/w", "blocks/1/w", "dense/w", "embed/embedding"]
     assert {p.parameter: p.rule for p in report.products} == dict.fromkeys(
@@ -375,7 +484,9 @@ def test_a_stack_of_nnx_modules_that_multiply_in_their_own_code():
     model = Stacked(nnx.Rngs(0))
     before = model(X)
     started = Recipe(block=32, start=2.0)
-    model, report = qwix.quantize_nnx(model, {".*": started}, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(
+        model, {".*": started}, X, quantize_rngs=nnx.Rngs(1)
+    )
     assert {p.parameter: p.shape for p in report.products} == {
         "head/w": (32, 32),
         "layers/w": (32, 32),
@@ -422,7 +533,9 @@ def test_nnx_products_that_state_cannot_leave_stay_in_float():
     linen = nnx.bridge.ToNNX(nn.Dense(32), rngs=rngs).lazy_init(X)
     model = OwnNnx(apply, up=nnx.Linear(32, 32, rngs=rngs), w=weight(32, 32))
     model.linen = linen
-    model, report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(
+        model, {".*": SMALL}, X, quantize_rngs=nnx.Rngs(1)
+    )
     assert [p.parameter for p in report.products] == ["up/kernel"]
     reasons = {parameter: why for parameter, _, why in report.float_parameters}
     assert (reasons["w"], reasons["linen/kernel"]) == (NOT_REACHED, WITHOUT_OP)
@@ -439,7 +552,9 @@ class Named(Raw):
 
 @pytest.mark.parametrize("cls", [Raw, Named])
 def test_a_model_can_be_pickled(cls):
-    model, _ = qwix.quantize_nnx(cls(nnx.Rngs(0)), {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    model, _ = qwix.quantize_nnx(
+        cls(nnx.Rngs(0)), {".*": SMALL}, X, quantize_rngs=nnx.Rngs(1)
+    )
     copy = pickle.loads(pickle.dumps(model))
     assert type(copy) is (type(model) if cls is Raw else Named)
     in_float = cls(nnx.Rngs(0))(X)
@@ -464,7 +579,7 @@ def test_a_frozen_model_in_the_closure_of_a_transformation(remat):
     """Its parameters are shown as arrays inside the transformation, then hidden."""
     inner = Stacked(nnx.Rngs(0)).head
     started = Recipe(block=32, start=2.0)
-    inner, _ = qwix.quantize_nnx(inner, {".*": started}, X, rngs=nnx.Rngs(1))
+    inner, _ = qwix.quantize_nnx(inner, {".*": started}, X, quantize_rngs=nnx.Rngs(1))
     frozen = fbq_jax.nnx.freeze(inner, X)
     inner.eval()
 
@@ -513,7 +628,9 @@ def test_linen_states_that_do_not_tell_parameters_apart_are_not_frozen():
 
 def test_parts_of_a_parameter_are_not_frozen():
     model = OwnNnx(lambda m, x: (x @ m.w[0]) * (x @ m.w[1]), w=weight(2, 32, 32))
-    model, _ = qwix.quantize_nnx(model, {".*": recipes.block}, X, rngs=nnx.Rngs(1))
+    model, _ = qwix.quantize_nnx(
+        model, {".*": recipes.block}, X, quantize_rngs=nnx.Rngs(1)
+    )
     with pytest.raises(ValueError, match="layer 'w' multiplies by several weights"):
         fbq_jax.nnx.freeze(model, X)
 
@@ -544,7 +661,9 @@ def test_owners_of_a_shared_nnx_parameter_have_their_own_ops(layers):
     w = weight(32, 32)
     first, second = (OwnNnx(lambda m, x: x @ m.w[...], w=w) for _ in range(2))
     model = OwnNnx(apply, first=first, second=second)
-    model, report = qwix.quantize_nnx(model, {".*": SMALL}, X, rngs=nnx.Rngs(1))
+    model, report = qwix.quantize_nnx(
+        model, {".*": SMALL}, X, quantize_rngs=nnx.Rngs(1)
+    )
     assert [product.layer for product in report.products] == layers
     stats = fbq_jax.nnx.fallback_stats(model)
     assert [path.split("/")[0] for path in stats] == layers

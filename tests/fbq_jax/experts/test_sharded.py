@@ -316,7 +316,7 @@ def test_nnx_and_rules():
             D, Routing(E), F, expert_sharding=sharding, rngs=nnx.Rngs(0)
         )
         with nullcontext() if mesh is None else jax.set_mesh(mesh):
-            fbq_jax.nnx.quantize(layer, rules, rngs=nnx.Rngs(1))
+            fbq_jax.nnx.quantize(layer, rules, quantize_rngs=nnx.Rngs(1))
             y = nnx.jit(lambda layer, x: layer(x))(layer, X)
             return y, layer.load[...], layer.gate_up.dot_general.theta[...]
 

@@ -356,8 +356,8 @@ class NnxModel(nnx.Module):
 
 def test_rules_and_freeze_in_nnx():
     model, rules = NnxModel(), {"first|moe/down": None, ".*": BLOCK}
-    by_kind = fbq_jax.nnx.quantize(model, rules, rngs=nnx.Rngs(1))
-    traced = fbq_jax.nnx.quantize(model, rules, X, rngs=nnx.Rngs(1))
+    by_kind = fbq_jax.nnx.quantize(model, rules, quantize_rngs=nnx.Rngs(1))
+    traced = fbq_jax.nnx.quantize(model, rules, X, quantize_rngs=nnx.Rngs(1))
     for report in (by_kind, traced):
         assert [p.parameter for p in report.products] == ["moe/gate_up/kernel"]
         assert report.layers == {

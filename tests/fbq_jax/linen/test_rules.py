@@ -204,7 +204,7 @@ class NnxModel(nnx.Module):
 def test_each_nnx_layer_gets_its_own_dot():
     model, rngs = NnxModel(nnx.Rngs(1)), nnx.Rngs(2)
     with pytest.warns(UserWarning, match="'mlp/up' keep no layer in float"):
-        report = quantize(model, RULES, rngs=rngs)
+        report = quantize(model, RULES, quantize_rngs=rngs)
     assert report.layers == {"head": "head", "mlp/down": "mlp/down", "mlp/up": "mlp/.*"}
     assert report.unused_rules == ("mlp/up",)
     assert report.unmatched_layers == ("probe",)
@@ -230,7 +230,7 @@ def nnx_stack(rules, out_axes=0):
     @nnx.vmap(out_axes=out_axes)
     def layers(rngs):
         mlp = NnxMlp(rngs)
-        quantize(mlp, rules, rngs=rngs)
+        quantize(mlp, rules, quantize_rngs=rngs)
         return mlp
 
     return layers(nnx.Rngs(0))
@@ -239,7 +239,7 @@ def nnx_stack(rules, out_axes=0):
 @pytest.mark.exhaustive
 def test_nnx_stacks_take_rules_before_and_after_they_are_made():
     stack, floats = nnx_stack({".*": SMALL}), nnx_stack({})
-    quantize(floats, {".*": SMALL}, rngs=nnx.Rngs(3))
+    quantize(floats, {".*": SMALL}, quantize_rngs=nnx.Rngs(3))
     for model in (stack, floats):
         seeds = [model.up.dot_general.seed[...], model.down.dot_general.seed[...]]
         assert np.unique(seeds).size == 6

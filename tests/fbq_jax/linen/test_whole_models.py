@@ -23,6 +23,7 @@ from fbq_jax import (
     quantize,
     recipes,
 )
+from fbq_jax.contrib import qwix
 from fbq_jax.linen.einsum import Einsum, FallbackEinsum
 from fbq_jax.recipes.rules_report import AMBIGUOUS, NOT_REACHED, WITHOUT_OP
 from tests.marks import with_first_fast
@@ -514,6 +515,15 @@ def test_a_tied_head_by_a_nested_apply_has_its_place_in_the_model():
         assert frozen["fallback"]["head"] == variables["fallback"]["head"]
         serve = jax.jit(model.apply)
         np.testing.assert_array_equal(serve(frozen, X), serve(variables, X))
+
+
+@pytest.mark.parametrize("function", [quantize, qwix.quantize])
+def test_the_rule_of_a_tied_head_is_its_reason(function):
+    rules = {"head": None, ".*": recipes.block}
+    _, report = function(Tied(), rules, KEY, X)
+    assert [p[::2] for p in report.float_parameters] == [
+        ("embed/embedding", "rule 'head'")
+    ]
 
 
 def test_a_model_with_variables_of_its_own_keeps_its_state():

@@ -176,7 +176,7 @@ def test_einsums_and_convolutions_keep_their_state(make, kind):
     x = X.reshape(2, 8, 8, 64) if kind is FallbackConv else X.reshape(2, 64, 64)
     up, down, op = make(nnx.Rngs(0))
     model, floats = nnx.Sequential(up, down), nnx.Sequential(*make(nnx.Rngs(0))[:2])
-    report = quantize(model, {".*": RECIPE}, rngs=nnx.Rngs(1))
+    report = quantize(model, {".*": RECIPE}, quantize_rngs=nnx.Rngs(1))
     assert report.layers == {"layers/0": ".*", "layers/1": ".*"}
     assert isinstance(getattr(up, op), kind)
     forward(model, x)

@@ -67,7 +67,7 @@ class Model(nnx.Module):
         self.layers = stack(rngs)
         self.norm = nnx.BatchNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, N, rngs=rngs)
-        quantize(self, {".*": recipes.fallback}, rngs=rngs)
+        quantize(self, {".*": recipes.fallback}, quantize_rngs=rngs)
 
     def __call__(self, x):
         @nnx.scan(in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)

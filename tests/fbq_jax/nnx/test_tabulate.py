@@ -12,6 +12,7 @@ from flax import nnx
 
 import fbq_jax.nnx
 from fbq_jax import Routing, llm_int8_dot, recipes
+from fbq_jax.contrib import qwix
 from tests.marks import with_first_fast
 
 RNGS = {"rngs": nnx.Rngs(0)}
@@ -33,7 +34,7 @@ def quantized():
     conv, linear = nnx.Conv(64, 64, (2,), **RNGS), nnx.Linear(64, 64, **RNGS)
     flat = functools.partial(jnp.reshape, shape=(2, 4, 64))
     model = nnx.Sequential(linear, nnx.relu, conv, einsum, flat)
-    fbq_jax.nnx.quantize(model, {".*": recipes.block}, rngs=nnx.Rngs(2))
+    fbq_jax.nnx.quantize(model, {".*": recipes.block}, quantize_rngs=nnx.Rngs(2))
     return model
 
 
@@ -41,6 +42,20 @@ def int8_flow():
     mlp = fbq_jax.nnx.Int8MLP(64, 128, **RNGS)
     attention = fbq_jax.nnx.Int8Attention(64, 2, **RNGS)
     return fbq_jax.nnx.Int8Sequential([attention, mlp])
+
+
+class OwnCode(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(64, 8, **RNGS)
+        self.w = nnx.Param(jnp.ones((8, 8)))
+
+    def __call__(self, x):
+        return self.up(x) @ self.w[...]
+
+
+def own_code():
+    rules = {".*": recipes.block}
+    return qwix.quantize_nnx(OwnCode(), rules, jnp.ones((2, 4, 64)))[0]
 
 
 MODELS = {
@@ -51,16 +66,24 @@ MODELS = {
     "llm_int8": lambda: dense(llm_int8_dot),
     "norm": lambda: fbq_jax.nnx.RMSNorm(64, **RNGS),
     "quantized": quantized,
+    "own code": own_code,
     "int8_flow": int8_flow,
     "experts": lambda: fbq_jax.nnx.MoEMLP(64, Routing(num_experts=4), 128, **RNGS),
 }
+
+
+WITHOUT_STATE = {"fp8", "llm_int8", "norm", "experts"}
+# The ops with a row of their own: those that a layer calls.
+SHOWN = {"fallback": 1, "frozen": 1, "quantized": 3, "own code": 2}
 
 
 @pytest.mark.parametrize("name", with_first_fast(MODELS, 2))
 def test_tabulate_shows_the_model_and_leaves_it_as_it_is(name):
     model, x = MODELS[name](), jnp.ones((2, 4, 64))
     state = nnx.state(model)
-    shown = nnx.tabulate(model, x)
+    shown = nnx.tabulate(model, x, console_kwargs={"width": 200})
     assert type(model).__name__ in shown
+    assert ("FallbackState" in shown) == (name not in WITHOUT_STATE)
+    assert shown.count("theta:") == SHOWN.get(name, 0)
     chex.assert_trees_all_equal(nnx.state(model), state)
     model(x)
