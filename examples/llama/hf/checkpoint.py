@@ -75,7 +75,7 @@ def load(folder: Folder) -> tuple[LlamaConfig, dict[str, Any]]:
 
 def is_checkpoint(folder: Folder) -> bool:
     """Whether a folder holds a model in Hugging Face's format, or as a GGUF file."""
-    if not (Path(folder) / CONFIG).exists():
+    if not files.exists(Path(folder) / CONFIG):
         return any(Path(folder).glob("*.gguf"))
     return "model_type" in files.read_json(Path(folder) / CONFIG)
 
@@ -147,7 +147,7 @@ def config_json(config: LlamaConfig, like: Folder | None) -> tuple[Any, Family]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).exists() and any(folder.glob("*.gguf")):
+    if not files.exists(folder / CONFIG) and any(folder.glob("*.gguf")):
         raise CheckpointError(
             f"{folder} holds a GGUF file, which is not read: take another export"
         )

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import operator
 import re
 import reprlib
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 import safetensors.numpy
-import tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from examples.llama.errors import UserError
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_DECODER = "added_tokens_decoder"
+# The roles of special tokens, in the order in which transformers adds them.
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+_ROLES += ("cls_token", "mask_token")
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _INDEX = "model.safetensors.index.json"
 Folder = str | Path
 # The dtypes of weights in floats, as safetensors names them.
@@ -31,17 +39,28 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, or its model is not supported."""
 
 
+def exists(file: Path) -> bool:
+    """Whether a file exists; a name that the system refuses is a CheckpointError."""
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return True
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object from a file, or raises CheckpointError."""
-    if not file.parent.exists():
+    if not exists(file.parent):
         raise CheckpointError(
             f"{file.parent} does not exist; a model is a folder on this machine, such "
             "as 'hf download NAME --local-dir DIR' makes of one on the Hub"
         )
+    if not exists(file):
+        raise CheckpointError(f"{file} does not exist")
     try:
         value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -51,15 +70,145 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def load_tokenizer(folder: Folder) -> tokenizers.Tokenizer | None:
-    """Reads the ``tokenizer.json`` of a folder; None if it has none."""
-    file = Path(folder) / TOKENIZER
-    if not file.exists():
-        return None
+def _read_optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if exists(file) else {}
+
+
+@contextlib.contextmanager
+def _naming(file: Path, problem: str) -> Iterator[None]:
+    """Makes an error in the block, also a panic in Rust, one that names a file."""
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower one
-        raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise CheckpointError(f"{file} {problem}: {why}") from error
+
+
+def load_tokenizer(folder: Folder) -> Tokenizer | None:
+    """Reads the tokenizer of a folder as transformers does; None if it has none.
+
+    It neither truncates nor pads, and knows the tokens that only the files beside
+    ``tokenizer.json`` name.
+    """
+    file = Path(folder) / TOKENIZER
+    if not exists(file):
+        return None
+    with _naming(file, "is not a tokenizer"):
+        tokenizer = Tokenizer.from_file(str(file))
+        ids = {x["content"]: x["id"] for x in read_json(file).get("added_tokens") or ()}
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _read_tokens(file.with_name(_TOKENIZER_CONFIG))
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+    known = tokenizer.get_added_tokens_decoder()
+    special, others = _special_tokens(file.parent)
+    if (added := config.get(_DECODER)) is None:
+        older = _read_optional(file.with_name("added_tokens.json"))
+        names = {token.content for token in (*special.values(), *others)}
+        with _naming(
+            file.with_name("added_tokens.json"), "does not hold ids of tokens"
+        ):
+            added = {
+                operator.index(i): AddedToken(
+                    x, normalized=x not in names, special=x in names
+                )
+                for x, i in older.items()
+            }
+        added |= known
+    ids |= {token.content: index for index, token in added.items()}
+    same = {repr(token) for token in known.values()}
+    tokens = [token for _, token in sorted(added.items()) if repr(token) not in same]
+    contents = {token.content for token in (*known.values(), *tokens)}
+    tokens += [x for x in (*special.values(), *others) if x.content not in contents]
+    roles = {token.content for token in special.values()}
+    for token in tokens:
+        token.special |= token.content in roles
+    with _naming(file, "cannot take the tokens that the files beside it add"):
+        tokenizer.add_tokens(tokens)
+    for content, index in ids.items():
+        if (given := tokenizer.token_to_id(content)) != index:
+            what = (
+                f"has the id {given}, as in transformers, where its files say {index}"
+            )
+            print(f"warning: {folder}: {content!r} {what}", file=sys.stderr)
+    return tokenizer
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """The size of a vocabulary, whose ids may have gaps: its largest id + 1."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
+def special_tokens(folder: Folder) -> dict[str, str]:
+    """The texts of special tokens by their role, such as ``bos_token``."""
+    special, _ = _special_tokens(Path(folder))
+    return {role: token.content for role, token in special.items()}
+
+
+def _special_tokens(folder: Path) -> tuple[dict[str, AddedToken], list[AddedToken]]:
+    """The special tokens by role, and those without a role."""
+    stored = _read_tokens(folder / _TOKENIZER_CONFIG)
+    if stored.get(_DECODER) is None:
+        stored |= _read_tokens(folder / "special_tokens_map.json")
+    lists = [stored.get(key) or [] for key in _LISTS]
+    for named in lists:
+        stored |= named if isinstance(named, dict) else {}
+    roles = dict.fromkeys((*_ROLES, *stored))
+    special = {r: stored[r] for r in roles if isinstance(stored.get(r), AddedToken)}
+    return special, [x for found in lists if isinstance(found, list) for x in found]
+
+
+def _read_tokens(file: Path) -> dict[str, Any]:
+    """Reads a JSON file of transformers and the tokens in it."""
+    stored = _read_optional(file)
+    for key, value in stored.items():
+        is_role = key.endswith("_token") and isinstance(value, str | dict)
+        with _naming(file, f"has other than tokens as {key}"):
+            if value is None:
+                continue
+            if key in _ROLES or is_role:
+                stored[key] = _token(value)
+            elif key == _DECODER:
+                stored[key] = {int(i): _token(x) for i, x in value.items()}
+            elif key in _LISTS and isinstance(value, dict):
+                stored[key] = {role: _token(x) for role, x in value.items()}
+            elif key in _LISTS:
+                stored[key] = [_token(x) for x in value]
+    return stored
+
+
+def _token(stored: str | dict[str, Any]) -> AddedToken:
+    if isinstance(stored, str):
+        return AddedToken(stored, special=True)
+    return AddedToken(**{key: x for key, x in stored.items() if key != "__type"})
+
+
+def chat_template(folder: Folder) -> str | None:
+    """Reads the default chat template of a folder; None if it has none."""
+    folder = Path(folder)
+    named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    for file in (*named, folder / "chat_template.jinja"):
+        if file.name in ("default.jinja", "chat_template.jinja") and file.exists():
+            with _naming(file, "is not a chat template"):
+                return file.read_text(encoding="utf-8")
+    if named:
+        names = ", ".join(file.stem for file in named)
+        raise CheckpointError(f"{folder} has no default chat template, but {names}")
+    for name in _TOKENIZER_CONFIG, "chat_template.json":
+        stored = found = _read_optional(folder / name).get("chat_template")
+        with _naming(folder / name, "has chat templates without names"):
+            if isinstance(found, list):
+                found = {entry["name"]: entry["template"] for entry in found}
+        template = found.get("default") if isinstance(found, dict) else found
+        if isinstance(template, str):
+            return template
+        if stored is not None:
+            takes = "takes text, or texts of which one is named default"
+            got = reprlib.repr(stored)
+            raise CheckpointError(f"{folder / name}: chat_template {takes}, got {got}")
+    return None
 
 
 class Stored(NamedTuple):
@@ -83,10 +232,10 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
 
     A tensor that several files hold is in the file that the index assigns it to.
     """
-    if (folder / WEIGHTS).exists():
+    if exists(folder / WEIGHTS):
         return _open(folder / WEIGHTS)
     index = folder / _INDEX
-    if not index.exists():
+    if not exists(index):
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {_INDEX}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -97,7 +246,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{index}: weight_map {takes}")
     found: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())):
-        if not (file := folder / name).is_file():
+        if not exists(file := folder / name):
             raise CheckpointError(f"{file} does not exist; {_INDEX} lists it")
         held = _open(file)
         if missing := {t for t in weight_map if weight_map[t] == name} - held.keys():
