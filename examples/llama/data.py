@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from examples.llama.errors import UserError
-from examples.llama.hf.files import load_tokenizer, vocab_size
+from examples.llama.hf.files import load_tokenizer, naming, vocab_size
 from examples.llama.progress import interruptible
 
 # Separates documents. Text contains no NUL byte, so 256 token ids suffice.
@@ -167,13 +167,12 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
     try:
         for text in texts:
             text.decode()
-        for some in interruptible(_encode_texts(texts, tokenizer)):
-            ids.extend(some)
     except UnicodeDecodeError as error:
         why = f"({error}), as the tokenizer requires"
         raise UserError(f"data: {path} is not UTF-8 {why}") from error
-    except Exception as error:  # the library raises no narrower one
-        raise UserError(f"data: the tokenizer cannot encode {path}: {error}") from error
+    with naming("data: the tokenizer", f"cannot encode {path}"):
+        for some in interruptible(_encode_texts(texts, tokenizer)):
+            ids.extend(some)
     return np.frombuffer(ids, np.uint32)
 
 

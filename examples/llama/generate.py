@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import build, fields
-from examples.llama.errors import UserError
+from examples.llama.errors import UserError, replace_unprintable
 from examples.llama.fields import option
 from examples.llama.model import KVCache, Llama, empty_cache
 from examples.llama.text import Codec, to_bytes
@@ -194,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     asked = _parser().parse_args(argv)
+    replace_unprintable()
     try:
         write(asked)
     except KeyboardInterrupt:

@@ -4,10 +4,10 @@ import functools
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -60,7 +60,8 @@ class TokenizerOf:
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with those that begin a document."""
-        encoding = self._tokenizer.encode(_characters(text))
+        with self._encoding():
+            encoding = self._tokenizer.encode(_characters(text))
         ids, added = encoding.ids, encoding.special_tokens_mask
         # Some tokenizers also end a document, which is to be continued here.
         while ids and added[len(ids) - 1]:
@@ -69,15 +70,19 @@ class TokenizerOf:
 
     def encode_chat(self, text: str) -> list[int]:
         """Returns the tokens of a user's message, up to where the answer begins."""
+        messages = [{"role": "user", "content": _characters(text)}]
         if (template := files.chat_template(self._folder)) is None:
             raise UserError(f"{self._folder} has no chat template: leave --chat out")
-        messages = [{"role": "user", "content": _characters(text)}]
         prompt = _render(template, messages, self._special)
-        return self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        with self._encoding():
+            return self._tokenizer.encode(prompt, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of tokens, without special ones."""
         return self._tokenizer.decode(tokens)
+
+    def _encoding(self) -> AbstractContextManager[None]:
+        return files.naming(self._folder / TOKENIZER, "cannot encode the prompt")
 
     def _read(self, name: str) -> dict[str, Any]:
         file = self._folder / name
@@ -121,7 +126,7 @@ def _characters(text: str, name: str = "prompt") -> str:
 class _Generation(jinja2.ext.Extension):
     """The tags around an answer, which matter in training alone."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         """Reads the statements between the tags, which have variables of their own."""
@@ -175,7 +180,9 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     contents["tokenizer_config.json"] = loader
     with tempfile.TemporaryDirectory() as temporary:
         for name, content in contents.items():
-            (Path(temporary) / name).write_text(json.dumps(content, indent=2) + "\n")
+            (Path(temporary) / name).write_text(
+                json.dumps(content, indent=2) + "\n", encoding="utf-8"
+            )
         tokenizer.save(str(Path(temporary) / TOKENIZER))
         yield Path(temporary)
 

@@ -1,5 +1,7 @@
 """Folders of tokenizers in the manner of real models, and texts for them."""
 
+# ruff: noqa: RUF001, SIM905  (letters that look like others are the point)
+
 import json
 import random
 

@@ -24,9 +24,13 @@ WEIGHTS = "model.safetensors"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _DECODER = "added_tokens_decoder"
 # The roles of special tokens, in the order in which transformers adds them.
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
-_ROLES += ("cls_token", "mask_token")
+_ROLES = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"),
+    *("cls_token", "mask_token"),
+)
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 _INDEX = "model.safetensors.index.json"
 Folder = str | Path
 # The dtypes of weights in floats, as safetensors names them.
@@ -39,15 +43,23 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, or its model is not supported."""
 
 
+@contextlib.contextmanager
+def naming(file: object, problem: str) -> Iterator[None]:
+    """Makes an error in the block, also a panic in Rust, one that names a file."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, UserError):
+        raise
+    except BaseException as error:
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{file} {problem}: {why}") from error
+
+
 def exists(file: Path) -> bool:
     """Whether a file exists; a name that the system refuses is a CheckpointError."""
-    try:
-        file.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    return True
+    with naming(file, "cannot be read"), contextlib.suppress(*_ABSENT):
+        return bool(file.stat())
+    return False
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -59,12 +71,10 @@ def read_json(file: Path) -> dict[str, Any]:
         )
     if not exists(file):
         raise CheckpointError(f"{file} does not exist")
-    try:
-        value = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    with naming(file, "cannot be read"):
+        content = file.read_bytes()
+    with naming(file, "is not JSON"):
+        value = json.loads(content)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
     return value
@@ -72,18 +82,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _read_optional(file: Path) -> dict[str, Any]:
     return read_json(file) if exists(file) else {}
-
-
-@contextlib.contextmanager
-def _naming(file: Path, problem: str) -> Iterator[None]:
-    """Makes an error in the block, also a panic in Rust, one that names a file."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        why = str(error) or type(error).__name__
-        raise CheckpointError(f"{file} {problem}: {why}") from error
 
 
 def load_tokenizer(folder: Folder) -> Tokenizer | None:
@@ -95,44 +93,37 @@ def load_tokenizer(folder: Folder) -> Tokenizer | None:
     file = Path(folder) / TOKENIZER
     if not exists(file):
         return None
-    with _naming(file, "is not a tokenizer"):
+    with naming(file, "is not a tokenizer"):
         tokenizer = Tokenizer.from_file(str(file))
         ids = {x["content"]: x["id"] for x in read_json(file).get("added_tokens") or ()}
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _read_tokens(file.with_name(_TOKENIZER_CONFIG))
-    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
     known = tokenizer.get_added_tokens_decoder()
-    special, others = _special_tokens(file.parent)
-    if (added := config.get(_DECODER)) is None:
-        older = _read_optional(file.with_name("added_tokens.json"))
-        names = {token.content for token in (*special.values(), *others)}
-        with _naming(
-            file.with_name("added_tokens.json"), "does not hold ids of tokens"
-        ):
-            added = {
-                operator.index(i): AddedToken(
-                    x, normalized=x not in names, special=x in names
+    stored, roles, others = _read_tokens(Path(folder))
+    tokenizer.encode_special_tokens = bool(stored.get("split_special_tokens"))
+    if (added := stored.get(_DECODER)) is None:
+        names, added = {x.content for x in (*roles.values(), *others)}, {}
+        older = file.with_name("added_tokens.json")
+        with naming(older, "does not hold ids of tokens"):
+            for text, index in _read_optional(older).items():
+                is_special = text in names
+                added[operator.index(index)] = AddedToken(
+                    text, normalized=not is_special, special=is_special
                 )
-                for x, i in older.items()
-            }
         added |= known
-    ids |= {token.content: index for index, token in added.items()}
     same = {repr(token) for token in known.values()}
     tokens = [token for _, token in sorted(added.items()) if repr(token) not in same]
     contents = {token.content for token in (*known.values(), *tokens)}
-    tokens += [x for x in (*special.values(), *others) if x.content not in contents]
-    roles = {token.content for token in special.values()}
+    tokens += [x for x in (*roles.values(), *others) if x.content not in contents]
     for token in tokens:
-        token.special |= token.content in roles
-    with _naming(file, "cannot take the tokens that the files beside it add"):
+        token.special |= token.content in {x.content for x in roles.values()}
+    with naming(file, "cannot take the tokens that the files beside it add"):
         tokenizer.add_tokens(tokens)
-    for content, index in ids.items():
-        if (given := tokenizer.token_to_id(content)) != index:
-            what = (
-                f"has the id {given}, as in transformers, where its files say {index}"
-            )
-            print(f"warning: {folder}: {content!r} {what}", file=sys.stderr)
+    ids |= {token.content: index for index, token in added.items()}
+    for text, index in ids.items():
+        if (given := tokenizer.token_to_id(text)) != index:
+            what = f"{text!r} has the id {index} in its files and {given} in"
+            print(f"warning: {folder}: {what} transformers and here", file=sys.stderr)
     return tokenizer
 
 
@@ -143,46 +134,50 @@ def vocab_size(tokenizer: Tokenizer) -> int:
 
 def special_tokens(folder: Folder) -> dict[str, str]:
     """The texts of special tokens by their role, such as ``bos_token``."""
-    special, _ = _special_tokens(Path(folder))
-    return {role: token.content for role, token in special.items()}
+    _, roles, _ = _read_tokens(Path(folder))
+    return {role: token.content for role, token in roles.items()}
 
 
-def _special_tokens(folder: Path) -> tuple[dict[str, AddedToken], list[AddedToken]]:
-    """The special tokens by role, and those without a role."""
-    stored = _read_tokens(folder / _TOKENIZER_CONFIG)
-    if stored.get(_DECODER) is None:
-        stored |= _read_tokens(folder / "special_tokens_map.json")
+def _read_tokens(
+    folder: Path,
+) -> tuple[dict[str, Any], dict[str, AddedToken], list[AddedToken]]:
+    """The settings of a tokenizer, and the special tokens with and without a role."""
+    stored: dict[str, Any] = {}
+    for name in _TOKENIZER_CONFIG, "special_tokens_map.json":
+        if stored.get(_DECODER) is not None:
+            break  # transformers reads the second file of older checkpoints
+        for key, value in _read_optional(folder / name).items():
+            with naming(folder / name, f"has other than tokens as {key}"):
+                stored[key] = value if value is None else _tokens(key, value)
     lists = [stored.get(key) or [] for key in _LISTS]
     for named in lists:
         stored |= named if isinstance(named, dict) else {}
-    roles = dict.fromkeys((*_ROLES, *stored))
-    special = {r: stored[r] for r in roles if isinstance(stored.get(r), AddedToken)}
-    return special, [x for found in lists if isinstance(found, list) for x in found]
+    order = dict.fromkeys((*_ROLES, *stored))
+    roles = {x: stored[x] for x in order if isinstance(stored.get(x), AddedToken)}
+    others = [x for found in lists if isinstance(found, list) for x in found]
+    return stored, roles, others
 
 
-def _read_tokens(file: Path) -> dict[str, Any]:
-    """Reads a JSON file of transformers and the tokens in it."""
-    stored = _read_optional(file)
-    for key, value in stored.items():
-        is_role = key.endswith("_token") and isinstance(value, str | dict)
-        with _naming(file, f"has other than tokens as {key}"):
-            if value is None:
-                continue
-            if key in _ROLES or is_role:
-                stored[key] = _token(value)
-            elif key == _DECODER:
-                stored[key] = {int(i): _token(x) for i, x in value.items()}
-            elif key in _LISTS and isinstance(value, dict):
-                stored[key] = {role: _token(x) for role, x in value.items()}
-            elif key in _LISTS:
-                stored[key] = [_token(x) for x in value]
-    return stored
+def _tokens(key: str, value: Any) -> Any:
+    """An entry of a JSON file of transformers, whose tokens become AddedToken."""
+    if key == _DECODER:
+        return {int(index): _token(x) for index, x in value.items()}
+    if key in _LISTS and isinstance(value, dict):
+        return {role: _token(x) for role, x in value.items()}
+    if key in _LISTS:
+        return [_token(x) for x in value]
+    is_token = isinstance(value, str) or (
+        isinstance(value, dict) and "content" in value
+    )
+    is_token &= key.endswith("_token")
+    return _token(value) if is_token or key in _ROLES else value
 
 
 def _token(stored: str | dict[str, Any]) -> AddedToken:
     if isinstance(stored, str):
         return AddedToken(stored, special=True)
-    return AddedToken(**{key: x for key, x in stored.items() if key != "__type"})
+    flags = {name: stored[name] for name in _FLAGS if name in stored}
+    return AddedToken(stored["content"], **flags)
 
 
 def chat_template(folder: Folder) -> str | None:
@@ -191,14 +186,14 @@ def chat_template(folder: Folder) -> str | None:
     named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     for file in (*named, folder / "chat_template.jinja"):
         if file.name in ("default.jinja", "chat_template.jinja") and file.exists():
-            with _naming(file, "is not a chat template"):
+            with naming(file, "is not a chat template"):
                 return file.read_text(encoding="utf-8")
     if named:
         names = ", ".join(file.stem for file in named)
         raise CheckpointError(f"{folder} has no default chat template, but {names}")
     for name in _TOKENIZER_CONFIG, "chat_template.json":
         stored = found = _read_optional(folder / name).get("chat_template")
-        with _naming(folder / name, "has chat templates without names"):
+        with naming(folder / name, "has chat templates without names"):
             if isinstance(found, list):
                 found = {entry["name"]: entry["template"] for entry in found}
         template = found.get("default") if isinstance(found, dict) else found
@@ -256,10 +251,8 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _open(file: Path) -> dict[str, Stored]:
-    try:
+    with naming(file, "is not a safetensors file"):
         opened = safetensors.safe_open(file, framework="numpy")
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
     return {name: Stored(file, opened, name) for name in opened.keys()}  # noqa: SIM118
 
 
@@ -302,4 +295,6 @@ def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / _INDEX).write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
