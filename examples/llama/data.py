@@ -18,7 +18,7 @@ from typing import Literal
 
 import grain
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from examples.llama.errors import UserError
 from examples.llama.hf.files import load_tokenizer, naming, vocab_size
@@ -32,6 +32,7 @@ HELD_OUT = 20  # every 20th file, or with fewer files, the last 20th of the text
 _TOGETHER = 2**22  # bytes of documents to encode at once, which takes seconds
 _WINDOW = 2**19  # bytes of a document to encode at once, in some 160 times the memory
 _OVERLAP = 2**15  # characters that two windows share
+_SIDE = 8  # tokens on each side of where one takes over, of which most differ
 _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
 # Folders of the standard library that are not its source.
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -217,9 +218,11 @@ def _encode_long(document: bytes, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Encodes a document in windows that overlap, to the ids of the whole document.
 
     A window takes over from the one before where both have the same tokens, far from
-    their ends. They grow until they have. So the ids are those of the whole if the text
-    that a token depends on is no further away than a quarter of the overlap.
+    their ends, and not amid repetitions, whose tokens can depend on where they end.
+    Windows grow until they find such a place. The ids are those of the whole if the
+    text that a token depends on is no further away than a quarter of the overlap.
     """
+    is_bpe = isinstance(tokenizer.model, models.BPE)  # whose merges see no ends
     scale, window, first = 1, _Window(tokenizer, document, 0, _WINDOW), 0
     while not window.is_last:
         shared, margin = len(window.text) - _OVERLAP * scale, _OVERLAP * scale // 4
@@ -232,10 +235,17 @@ def _encode_long(document: bytes, tokenizer: Tokenizer) -> Iterator[list[int]]:
         after = _Window(tokenizer, document, start, _WINDOW * scale)
         here, tokens = window.between(low, high)
         there, same = after.between(low - begin, high - begin)
-        middle = len(tokens) // 2
-        if begin and middle and tokens == same:
-            yield window.ids[first : here + middle]
-            scale, window, first = 1, after, there + middle
+        for place in range(_SIDE, len(tokens) - _SIDE) if tokens == same else ():
+            sides = tokens[place - _SIDE : place], tokens[place : place + _SIDE]
+            kinds = min(len({token for token, _, _ in side}) for side in sides)
+            is_blank = window.text[low + tokens[place][1]].isspace()
+            if kinds > _SIDE // 2 or (is_bpe and not is_blank):
+                break
+        else:
+            place = -1
+        if begin > 0 and place > 0 and here + place > first:
+            yield window.ids[first : here + place]
+            scale, window, first = 1, after, there + place
         else:
             scale *= 2
             window = _Window(tokenizer, document, window.start, _WINDOW * scale)

@@ -1,6 +1,10 @@
 """Chat templates are filled in as transformers fills them in, or are one error."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +12,7 @@ from examples.llama.errors import UserError
 from examples.llama.hf.files import CheckpointError
 from examples.llama.text import TokenizerOf, byte_tokenizer
 
+ROOT = Path(__file__).parents[2]
 # In the manner of real models.
 TEMPLATES = {
     "chatml": (
@@ -152,7 +157,7 @@ TEMPLATES = {
         "{%- if message['role'] == 'assistant' and message['content'] is none %}"
         "{%- for tool in message['tool_calls']%}{{tool['type']}}{%- endfor %}"
         "{%- endif %}{%- endfor -%}{% if ns.is_tool %}{{'<|tool|>'}}{% endif %}"
-        "{% if add_generation_prompt and not ns.is_tool %}{{'<|Assistant|>'}}{% endif %}"
+        "{% if add_generation_prompt and not ns.is_tool %}{{'<|AI|>'}}{% endif %}"
     ),
     "phi3": (
         "{% for message in messages %}{% if message['role'] == 'system' %}"
@@ -309,6 +314,21 @@ def test_the_template_of_a_processor_is_found(folder):
     assert bytes(TokenizerOf(folder).encode_chat("hi")) == b"default hi"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_files_are_utf8_in_every_locale(folder, encoding):
+    write(folder / "chat_template.jinja", "é{{ messages[0].content }}")
+    program = """if True:
+        import sys
+        from pathlib import Path
+        from examples.llama.text import TokenizerOf
+        print(bytes(TokenizerOf(Path(sys.argv[1])).encode_chat(sys.argv[2])))
+    """
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-c", program, folder, "ü😀"]
+    printed = subprocess.check_output(command, env=os.environ | locale, cwd=ROOT)
+    assert printed.decode().strip() == repr("éü😀".encode())
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -334,7 +354,7 @@ def test_the_template_of_a_processor_is_found(folder):
         ({"chat_template.jinja": "{{ ''.__class__.mro() }}"}, "unsafe"),
         (
             {"chat_template.jinja": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"},
-            "",
+            "recursion",
         ),
         ({"chat_template.jinja": "{% include 'a' %}"}, "cannot be filled in: "),
         ({"tokenizer_config.json": "\ud800"}, "filled-in chat template is not UTF-8"),
