@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from examples.llama.errors import UserError
-from examples.llama.hf.files import load_tokenizer, naming, vocab_size
+from examples.llama.hf.files import load_tokenizer, named_errors, vocab_size
 from examples.llama.progress import interruptible
 
 # Separates documents. Text contains no NUL byte, so 256 token ids suffice.
@@ -110,15 +110,14 @@ def _files(root: Path, skipped: set[str]) -> list[Path]:
         raise error
 
     found: dict[str, Path] = {}
-    folders, entered = [root], set()
+    folders, entered = [root], set[str]()
     for folder in folders:  # which grows
         for base, inside, names in os.walk(folder, onerror=fail):
             shown = {name for name in inside if name[0] != "."} - skipped
             inside[:] = sorted(shown) if os.path.realpath(base) not in entered else []
             entered.add(os.path.realpath(base))
-            paths = [Path(base, name) for name in names if name[0] != "."]
             folders += [x for name in inside if (x := Path(base, name)).is_symlink()]
-            for path in paths:
+            for path in (Path(base, name) for name in names if name[0] != "."):
                 if path.is_file():
                     found.setdefault(os.path.realpath(path), path)
     return sorted(found.values())
@@ -171,7 +170,7 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
     except UnicodeDecodeError as error:
         why = f"({error}), as the tokenizer requires"
         raise UserError(f"data: {path} is not UTF-8 {why}") from error
-    with naming("data: the tokenizer", f"cannot encode {path}"):
+    with named_errors(f"data: the tokenizer cannot encode {path}"):
         for some in interruptible(_encode_texts(texts, tokenizer)):
             ids.extend(some)
     return np.frombuffer(ids, np.uint32)
@@ -202,12 +201,11 @@ class _Window:
         self.ids, self.offsets = encoding.ids, encoding.offsets
 
     def between(self, low: int, high: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """The index of the first token after a character, and those up to another.
+        """The index of the first token between two characters, and all of them.
 
         A token is its id and its characters, counted from `low`.
         """
-        first = bisect.bisect_left(self.offsets, (low, low))
-        last = bisect.bisect_left(self.offsets, (high, high))
+        first, last = (bisect.bisect_left(self.offsets, (x, x)) for x in (low, high))
         tokens = zip(self.ids[first:last], self.offsets[first:last], strict=True)
         return first, [
             (token, start - low, end - low) for token, (start, end) in tokens
@@ -235,17 +233,16 @@ def _encode_long(document: bytes, tokenizer: Tokenizer) -> Iterator[list[int]]:
         after = _Window(tokenizer, document, start, _WINDOW * scale)
         here, tokens = window.between(low, high)
         there, same = after.between(low - begin, high - begin)
-        for place in range(_SIDE, len(tokens) - _SIDE) if tokens == same else ():
+        places = range(_SIDE, len(tokens) - _SIDE) if begin and tokens == same else ()
+        for place in places:
             sides = tokens[place - _SIDE : place], tokens[place : place + _SIDE]
             kinds = min(len({token for token, _, _ in side}) for side in sides)
             is_blank = window.text[low + tokens[place][1]].isspace()
-            if kinds > _SIDE // 2 or (is_bpe and not is_blank):
+            varies = kinds > _SIDE // 2 or (is_bpe and not is_blank)
+            if varies and here + place > first:
+                yield window.ids[first : here + place]
+                scale, window, first = 1, after, there + place
                 break
-        else:
-            place = -1
-        if begin > 0 and place > 0 and here + place > first:
-            yield window.ids[first : here + place]
-            scale, window, first = 1, after, there + place
         else:
             scale *= 2
             window = _Window(tokenizer, document, window.start, _WINDOW * scale)

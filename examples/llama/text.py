@@ -82,15 +82,15 @@ class TokenizerOf:
         return self._tokenizer.decode(tokens)
 
     def _encoding(self) -> AbstractContextManager[None]:
-        return files.naming(self._folder / TOKENIZER, "cannot encode the prompt")
-
-    def _read(self, name: str) -> dict[str, Any]:
-        file = self._folder / name
-        return read_json(file) if file.is_file() else {}
+        return files.named_errors(
+            f"{self._folder / TOKENIZER} cannot encode the prompt"
+        )
 
     def _find_stops(self) -> frozenset[int]:
         for name in ("generation_config.json", "config.json"):
-            if (ids := self._read(name).get("eos_token_id")) is not None:
+            if (
+                ids := read_json(self._folder / name, {}).get("eos_token_id")
+            ) is not None:
                 listed = ids if isinstance(ids, list) else [ids]
                 if all(type(i) is int for i in listed):
                     return frozenset(listed)
@@ -114,13 +114,12 @@ def _tokenizer_of(config: Config) -> Path | None:
     return Path(config.from_hf) if config.from_hf else token_ids_folder(config.data)
 
 
-def _characters(text: str, name: str = "prompt") -> str:
+def _characters(text: str, what: str = "the prompt is not UTF-8") -> str:
     """Returns the text with characters for the bytes that Python escapes in it."""
     try:
         return to_bytes(text).decode()
     except UnicodeError as error:
-        why = f"({error}), as the tokenizer requires"
-        raise UserError(f"the {name} is not UTF-8 {why}") from error
+        raise UserError(f"{what} ({error}), as the tokenizer requires") from error
 
 
 class _Generation(jinja2.ext.Extension):
@@ -159,7 +158,7 @@ def _render(
         text = filled.render(values, add_generation_prompt=True, **special)
     except Exception as error:  # templates are programs
         raise UserError(f"the chat template cannot be filled in: {error}") from error
-    return _characters(text, "filled-in chat template")
+    return _characters(text, "the filled-in chat template is not UTF-8")
 
 
 @contextmanager

@@ -24,13 +24,10 @@ WEIGHTS = "model.safetensors"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _DECODER = "added_tokens_decoder"
 # The roles of special tokens, in the order in which transformers adds them.
-_ROLES = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"),
-    *("cls_token", "mask_token"),
-)
+_ROLES: tuple[str, ...] = ("bos_token", "eos_token", "unk_token", "sep_token")
+_ROLES += ("pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 _INDEX = "model.safetensors.index.json"
 Folder = str | Path
 # The dtypes of weights in floats, as safetensors names them.
@@ -44,44 +41,47 @@ class CheckpointError(UserError):
 
 
 @contextlib.contextmanager
-def naming(file: object, problem: str) -> Iterator[None]:
-    """Makes an error in the block, also a panic in Rust, one that names a file."""
+def named_errors(what: str) -> Iterator[None]:
+    """Makes an error in the block, also a panic in Rust, one that says what failed."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
     except BaseException as error:
         why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{file} {problem}: {why}") from error
+        raise CheckpointError(f"{what}: {why}") from error
 
 
 def exists(file: Path) -> bool:
     """Whether a file exists; a name that the system refuses is a CheckpointError."""
-    with naming(file, "cannot be read"), contextlib.suppress(*_ABSENT):
-        return bool(file.stat())
-    return False
+    with named_errors(f"{file} cannot be read"):
+        try:
+            return bool(file.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file, or raises CheckpointError."""
+def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Reads a JSON object from a file, or raises CheckpointError.
+
+    A ``default`` takes the place of a file that does not exist.
+    """
     if not exists(file.parent):
         raise CheckpointError(
             f"{file.parent} does not exist; a model is a folder on this machine, such "
             "as 'hf download NAME --local-dir DIR' makes of one on the Hub"
         )
     if not exists(file):
-        raise CheckpointError(f"{file} does not exist")
-    with naming(file, "cannot be read"):
+        if default is None:
+            raise CheckpointError(f"{file} does not exist")
+        return default
+    with named_errors(f"{file} cannot be read"):
         content = file.read_bytes()
-    with naming(file, "is not JSON"):
+    with named_errors(f"{file} is not JSON"):
         value = json.loads(content)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
     return value
-
-
-def _read_optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if exists(file) else {}
 
 
 def load_tokenizer(folder: Folder) -> Tokenizer | None:
@@ -93,23 +93,21 @@ def load_tokenizer(folder: Folder) -> Tokenizer | None:
     file = Path(folder) / TOKENIZER
     if not exists(file):
         return None
-    with naming(file, "is not a tokenizer"):
+    with named_errors(f"{file} is not a tokenizer"):
         tokenizer = Tokenizer.from_file(str(file))
         ids = {x["content"]: x["id"] for x in read_json(file).get("added_tokens") or ()}
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    config, roles, others = _read_tokens(file.parent)
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
     known = tokenizer.get_added_tokens_decoder()
-    stored, roles, others = _read_tokens(Path(folder))
-    tokenizer.encode_special_tokens = bool(stored.get("split_special_tokens"))
-    if (added := stored.get(_DECODER)) is None:
-        names, added = {x.content for x in (*roles.values(), *others)}, {}
+    if (added := config.get(_DECODER)) is None:
         older = file.with_name("added_tokens.json")
-        with naming(older, "does not hold ids of tokens"):
-            for text, index in _read_optional(older).items():
-                is_special = text in names
-                added[operator.index(index)] = AddedToken(
-                    text, normalized=not is_special, special=is_special
-                )
+        special, added = {x.content for x in (*roles.values(), *others)}, {}
+        with named_errors(f"{older} does not hold ids of tokens"):
+            for text, index in read_json(older, {}).items():
+                flags = {"special": text in special, "normalized": text not in special}
+                added[operator.index(index)] = AddedToken(text, **flags)
         added |= known
     same = {repr(token) for token in known.values()}
     tokens = [token for _, token in sorted(added.items()) if repr(token) not in same]
@@ -117,13 +115,14 @@ def load_tokenizer(folder: Folder) -> Tokenizer | None:
     tokens += [x for x in (*roles.values(), *others) if x.content not in contents]
     for token in tokens:
         token.special |= token.content in {x.content for x in roles.values()}
-    with naming(file, "cannot take the tokens that the files beside it add"):
+    with named_errors(f"{file} cannot take the tokens that the files beside it add"):
         tokenizer.add_tokens(tokens)
-    ids |= {token.content: index for index, token in added.items()}
-    for text, index in ids.items():
+    for text, index in (ids | {x.content: i for i, x in added.items()}).items():
         if (given := tokenizer.token_to_id(text)) != index:
-            what = f"{text!r} has the id {index} in its files and {given} in"
-            print(f"warning: {folder}: {what} transformers and here", file=sys.stderr)
+            what = (
+                f"has the id {index} in its files and {given} in transformers and here"
+            )
+            print(f"warning: {folder}: {text!r} {what}", file=sys.stderr)
     return tokenizer
 
 
@@ -143,18 +142,19 @@ def _read_tokens(
 ) -> tuple[dict[str, Any], dict[str, AddedToken], list[AddedToken]]:
     """The settings of a tokenizer, and the special tokens with and without a role."""
     stored: dict[str, Any] = {}
-    for name in _TOKENIZER_CONFIG, "special_tokens_map.json":
-        if stored.get(_DECODER) is not None:
-            break  # transformers reads the second file of older checkpoints
-        for key, value in _read_optional(folder / name).items():
-            with naming(folder / name, f"has other than tokens as {key}"):
-                stored[key] = value if value is None else _tokens(key, value)
-    lists = [stored.get(key) or [] for key in _LISTS]
-    for named in lists:
-        stored |= named if isinstance(named, dict) else {}
+    for file in folder / _TOKENIZER_CONFIG, folder / "special_tokens_map.json":
+        if stored.get(_DECODER) is None:  # transformers then reads no other file
+            for key, value in read_json(file, {}).items():
+                with named_errors(f"{file} has other than tokens as {key}"):
+                    stored[key] = value if value is None else _tokens(key, value)
+    others: list[AddedToken] = []
+    for found in [stored.get(key) or [] for key in _LISTS]:
+        if isinstance(found, dict):
+            stored |= found
+        else:
+            others += found
     order = dict.fromkeys((*_ROLES, *stored))
     roles = {x: stored[x] for x in order if isinstance(stored.get(x), AddedToken)}
-    others = [x for found in lists if isinstance(found, list) for x in found]
     return stored, roles, others
 
 
@@ -166,11 +166,8 @@ def _tokens(key: str, value: Any) -> Any:
         return {role: _token(x) for role, x in value.items()}
     if key in _LISTS:
         return [_token(x) for x in value]
-    is_token = isinstance(value, str) or (
-        isinstance(value, dict) and "content" in value
-    )
-    is_token &= key.endswith("_token")
-    return _token(value) if is_token or key in _ROLES else value
+    is_role = key.endswith("_token") and isinstance(value, str | dict)
+    return _token(value) if is_role or key in _ROLES else value
 
 
 def _token(stored: str | dict[str, Any]) -> AddedToken:
@@ -185,24 +182,23 @@ def chat_template(folder: Folder) -> str | None:
     folder = Path(folder)
     named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     for file in (*named, folder / "chat_template.jinja"):
-        if file.name in ("default.jinja", "chat_template.jinja") and file.exists():
-            with naming(file, "is not a chat template"):
+        if file.name in ("default.jinja", "chat_template.jinja") and exists(file):
+            with named_errors(f"{file} is not a chat template"):
                 return file.read_text(encoding="utf-8")
     if named:
         names = ", ".join(file.stem for file in named)
         raise CheckpointError(f"{folder} has no default chat template, but {names}")
-    for name in _TOKENIZER_CONFIG, "chat_template.json":
-        stored = found = _read_optional(folder / name).get("chat_template")
-        with naming(folder / name, "has chat templates without names"):
+    for file in folder / _TOKENIZER_CONFIG, folder / "chat_template.json":
+        if (found := read_json(file, {}).get("chat_template")) is None:
+            continue
+        with named_errors(f"{file} has chat templates without names"):
             if isinstance(found, list):
                 found = {entry["name"]: entry["template"] for entry in found}
-        template = found.get("default") if isinstance(found, dict) else found
-        if isinstance(template, str):
-            return template
-        if stored is not None:
-            takes = "takes text, or texts of which one is named default"
-            got = reprlib.repr(stored)
-            raise CheckpointError(f"{folder / name}: chat_template {takes}, got {got}")
+        found = found.get("default") if isinstance(found, dict) else found
+        if not isinstance(found, str):
+            got = f"or texts of which one is named default, got {reprlib.repr(found)}"
+            raise CheckpointError(f"{file}: chat_template takes text, {got}")
+        return found
     return None
 
 
@@ -251,7 +247,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _open(file: Path) -> dict[str, Stored]:
-    with naming(file, "is not a safetensors file"):
+    with named_errors(f"{file} is not a safetensors file"):
         opened = safetensors.safe_open(file, framework="numpy")
     return {name: Stored(file, opened, name) for name in opened.keys()}  # noqa: SIM118
 

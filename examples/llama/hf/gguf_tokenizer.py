@@ -96,7 +96,7 @@ def add_tokenizer(
         writer.add_add_space_prefix(first.startswith(_SPACE))
     # It also warns of templates that it does not understand, which we try out.
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
-    with files.naming(folder, "has a tokenizer that gguf cannot read"):
+    with files.named_errors(f"{folder} has a tokenizer that gguf cannot read"):
         special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
     special.chat_template = files.chat_template(folder)
     for role, text in files.special_tokens(folder).items():
