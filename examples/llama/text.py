@@ -4,7 +4,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers
 
 from examples.llama.config import Config
 from examples.llama.data import SEPARATOR, token_ids_folder
 from examples.llama.errors import UserError
 from examples.llama.hf import files
 from examples.llama.hf.config_json import to_json
-from examples.llama.hf.files import TOKENIZER, load_tokenizer, read_json
+from examples.llama.hf.files import TOKENIZER, load_tokenizer, named_errors, read_json
 from examples.llama.model_config import LlamaConfig
 
 
@@ -60,8 +60,7 @@ class TokenizerOf:
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with those that begin a document."""
-        with self._encoding():
-            encoding = self._tokenizer.encode(_characters(text))
+        encoding = self._encode(_characters(text))
         ids, added = encoding.ids, encoding.special_tokens_mask
         # Some tokenizers also end a document, which is to be continued here.
         while ids and added[len(ids) - 1]:
@@ -74,26 +73,23 @@ class TokenizerOf:
         if (template := files.chat_template(self._folder)) is None:
             raise UserError(f"{self._folder} has no chat template: leave --chat out")
         prompt = _render(template, messages, self._special)
-        with self._encoding():
-            return self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        return self._encode(prompt, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of tokens, without special ones."""
         return self._tokenizer.decode(tokens)
 
-    def _encoding(self) -> AbstractContextManager[None]:
-        return files.named_errors(
-            f"{self._folder / TOKENIZER} cannot encode the prompt"
-        )
+    def _encode(self, text: str, **how: bool) -> Encoding:
+        with named_errors(f"{self._folder / TOKENIZER} cannot encode the prompt"):
+            return self._tokenizer.encode(text, **how)
 
     def _find_stops(self) -> frozenset[int]:
         for name in ("generation_config.json", "config.json"):
-            if (
-                ids := read_json(self._folder / name, {}).get("eos_token_id")
-            ) is not None:
-                listed = ids if isinstance(ids, list) else [ids]
-                if all(type(i) is int for i in listed):
-                    return frozenset(listed)
+            ids = read_json(self._folder / name, {}).get("eos_token_id")
+            listed = ids if isinstance(ids, list) else [ids]
+            if ids is not None and all(type(i) is int for i in listed):
+                return frozenset(listed)
+            if ids is not None:
                 got = f"a token or a list of them, got {json.dumps(ids)}"
                 raise files.CheckpointError(f"{name}: eos_token_id takes {got}")
         end = self._tokenizer.token_to_id(self._special.get("eos_token", ""))

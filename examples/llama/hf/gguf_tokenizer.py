@@ -75,7 +75,7 @@ def add_tokenizer(
     for token, index in model["vocab"].items():
         tokens[index] = token
         kinds[index] = types.BYTE if spaces and token in _BYTES else types.NORMAL
-    for added in stored.get("added_tokens", ()):
+    for added in stored["added_tokens"]:
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = types.CONTROL if added["special"] else types.USER_DEFINED
     if spaces and (unknown := model.get("unk_token")) in model["vocab"]:
@@ -86,8 +86,7 @@ def add_tokenizer(
     writer.add_token_types(kinds)
     if spaces:
         ranks: dict[str, int] = {}
-        for rank, merge in enumerate(model["merges"]):
-            pair = merge.split(" ") if isinstance(merge, str) else merge
+        for rank, pair in enumerate(model["merges"]):
             ranks.setdefault("".join(pair), rank)
         # The earlier the merge that makes a token, the higher its score.
         scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
