@@ -8,6 +8,7 @@ import bisect
 import contextlib
 import itertools
 import os
+import sys
 import sysconfig
 import zlib
 from array import array
@@ -106,13 +107,15 @@ def _files(root: Path, skipped: set[str]) -> list[Path]:
     path without a link if there is one.
     """
 
-    def fail(error: OSError) -> None:
-        raise error
+    def skip(error: OSError) -> None:
+        print(
+            f"warning: {error.filename} is skipped: {error.strerror}", file=sys.stderr
+        )
 
     found: dict[str, Path] = {}
     folders, entered = [root], set[str]()
     for folder in folders:  # which grows
-        for base, inside, names in os.walk(folder, onerror=fail):
+        for base, inside, names in os.walk(folder, onerror=skip):
             shown = {name for name in inside if name[0] != "."} - skipped
             inside[:] = sorted(shown) if os.path.realpath(base) not in entered else []
             entered.add(os.path.realpath(base))
