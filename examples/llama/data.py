@@ -210,9 +210,7 @@ class _Window:
         """
         first, last = (bisect.bisect_left(self.offsets, (x, x)) for x in (low, high))
         tokens = zip(self.ids[first:last], self.offsets[first:last], strict=True)
-        return first, [
-            (token, start - low, end - low) for token, (start, end) in tokens
-        ]
+        return first, [(x, start - low, end - low) for x, (start, end) in tokens]
 
 
 def _encode_long(document: bytes, tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -229,9 +227,7 @@ def _encode_long(document: bytes, tokenizer: Tokenizer) -> Iterator[list[int]]:
         shared, margin = len(window.text) - _OVERLAP * scale, _OVERLAP * scale // 4
         low, high = shared + margin, len(window.text) - margin
         # A window that begins at a token of the one before soon has the same ones.
-        begin = max(
-            (start for start, _ in window.offsets if start <= shared), default=0
-        )
+        begin = max((x for x, _ in window.offsets if x <= shared), default=0)
         start = window.start + len(window.text[:begin].encode())
         after = _Window(tokenizer, document, start, _WINDOW * scale)
         here, tokens = window.between(low, high)

@@ -99,5 +99,5 @@ def test_an_id_that_no_tokenizer_can_give_is_told(tmp_path, capsys):
     folder = with_file(tmp_path, "added_tokens.json", {"<a>": 256, "<b>": 300})
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("<a><b>").ids == [256, 257]
-    told = "'<b>' has the id 300 in its files and 257 in transformers and here"
+    told = "'<b>' has the id 300 in its files, and 257 in transformers"
     assert capsys.readouterr().err == f"warning: {folder}: {told}\n"

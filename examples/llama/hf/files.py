@@ -119,9 +119,7 @@ def load_tokenizer(folder: Folder) -> Tokenizer | None:
         tokenizer.add_tokens(tokens)
     for text, index in (ids | {x.content: i for i, x in added.items()}).items():
         if (given := tokenizer.token_to_id(text)) != index:
-            what = (
-                f"has the id {index} in its files and {given} in transformers and here"
-            )
+            what = f"has the id {index} in its files, and {given} in transformers"
             print(f"warning: {folder}: {text!r} {what}", file=sys.stderr)
     return tokenizer
 
