@@ -122,8 +122,8 @@ def _note_corpus(facts: Path, noted: Path) -> None:
     """
     if not noted.exists():
         noted.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write(noted, facts.read_text())
-    elif noted.read_text() != facts.read_text():
+        atomic.write(noted, facts.read_text(encoding="utf-8"))
+    elif noted.read_text(encoding="utf-8") != facts.read_text(encoding="utf-8"):
         raise ResultsError(
             f"the results in {noted.parent} belong to another text: {noted} differs "
             f"from {facts}; choose another folder with --results"

@@ -65,7 +65,7 @@ def prepare(folder: Path, vocab_size: int, roots: Sequence[Path] | None = None) 
         }
         tokenizer.save(str(out / "tokenizer.json"))
         facts[domain]["tokenizer"] = _digest(out / "tokenizer.json")
-    (part / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+    (part / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     part.rename(folder)
 
 

@@ -54,7 +54,7 @@ def draw(results: Path | None = None) -> list[str]:
             or the results do not belong together.
     """
     if results is None:
-        pages = {page: page.read_text() for page in PAGES}
+        pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
         root = RESULTS
     elif results.is_dir():
         places = (f"## {n}\n\n<!-- {n} -->\n\n<!-- end -->\n" for n in NAMES)

@@ -98,7 +98,7 @@ def save(file: Path, speed_map: SpeedMap) -> None:
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     partial.replace(file)
     _load.cache_clear()
 
@@ -107,7 +107,7 @@ def save(file: Path, speed_map: SpeedMap) -> None:
 def _load(file: Path) -> SpeedMap | None:
     if not file.exists():
         return None
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     speedups = {
         recipe: {_sizes(name): speedup for name, speedup in measured.items()}
         for recipe, measured in content["speedups"].items()

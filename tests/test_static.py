@@ -1,5 +1,6 @@
-"""The linter, the formatter and the type checker pass."""
+"""The linter, the formatter and the type checker pass; no text depends on a locale."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,19 @@ def test_static_checks(command):
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("folder", ["examples", "experiments", "fbq_jax", "kernels"])
+def test_text_files_are_read_alike_in_every_locale(folder):
+    for file in (ROOT / folder).rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call):
+                continue
+            name = getattr(call.func, "attr", getattr(call.func, "id", None))
+            arguments = [x.value for x in call.args if isinstance(x, ast.Constant)]
+            is_binary = any("b" in str(argument) for argument in arguments)
+            if name in ("read_text", "write_text") or (
+                name == "open" and not is_binary
+            ):
+                given = {keyword.arg for keyword in call.keywords}
+                assert "encoding" in given, f"{file}:{call.lineno}"

@@ -4,19 +4,25 @@ Batch i is a pure function of (seed, i): a run that resumes at step i reads batc
 no iterator state has to be saved.
 """
 
+import bisect
 import contextlib
+import itertools
+import os
+import sys
 import sysconfig
 import zlib
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import grain
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from examples.llama.errors import UserError
-from examples.llama.hf.files import load_tokenizer
+from examples.llama.hf.files import load_tokenizer, named_errors, vocab_size
 from examples.llama.progress import interruptible
 
 # Separates documents. Text contains no NUL byte, so 256 token ids suffice.
@@ -24,7 +30,10 @@ SEPARATOR = b"\0"
 
 HELD_OUT = 20  # every 20th file, or with fewer files, the last 20th of the text
 
-_CHUNK = 256  # texts to encode at once, which takes seconds
+_TOGETHER = 2**22  # bytes of documents to encode at once, which takes seconds
+_WINDOW = 2**19  # bytes of a document to encode at once, in some 160 times the memory
+_OVERLAP = 2**15  # characters that two windows share
+_SIDE = 8  # tokens on each side of where one takes over, of which most differ
 _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
 # Folders of the standard library that are not its source.
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -81,17 +90,40 @@ def load_corpus(path: Path | None = None, tokenizer: Tokenizer | None = None) ->
         raise UserError(f"data: {root} has token ids, but no {missing[0]}")
     if not missing:
         return _from_ids(root, *(_memory_map(root / name) for name in _TOKEN_IDS))
-    texts, skipped = [], _NOT_SOURCE if path is None else set()
-    # Files that are UTF-8 and not hidden, sorted by their path.
-    for file in sorted(root.rglob("*" if path else "*.py")):
-        parts = file.relative_to(root).parts
-        is_hidden = any(part.startswith(".") for part in parts)
-        if file.is_file() and not is_hidden and skipped.isdisjoint(parts):
+    texts = []
+    for file in _files(root, set() if path else _NOT_SOURCE):
+        if path or file.suffix == ".py":
             data = file.read_bytes()
             with contextlib.suppress(UnicodeDecodeError):
                 data.decode()
                 texts.append(data)
     return _from_texts(texts, root, tokenizer)
+
+
+def _files(root: Path, skipped: set[str]) -> list[Path]:
+    """The files that are not hidden, sorted by their path, and each once.
+
+    Folders behind symbolic links are read after all others, so that a file has the
+    path without a link if there is one.
+    """
+
+    def skip(error: OSError) -> None:
+        print(
+            f"warning: {error.filename} is skipped: {error.strerror}", file=sys.stderr
+        )
+
+    found: dict[str, Path] = {}
+    folders, entered = [root], set[str]()
+    for folder in folders:  # which grows
+        for base, inside, names in os.walk(folder, onerror=skip):
+            shown = {name for name in inside if name[0] != "."} - skipped
+            inside[:] = sorted(shown) if os.path.realpath(base) not in entered else []
+            entered.add(os.path.realpath(base))
+            folders += [x for name in inside if (x := Path(base, name)).is_symlink()]
+            for path in (Path(base, name) for name in names if name[0] != "."):
+                if path.is_file():
+                    found.setdefault(os.path.realpath(path), path)
+    return sorted(found.values())
 
 
 def token_ids_folder(data: str | Path | None) -> Path | None:
@@ -122,30 +154,98 @@ def batches(
 def _from_texts(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> Corpus:
     if not any(texts):
         raise UserError(f"data: {path} holds no text (non-empty UTF-8 files)")
-    vocab_size = tokenizer.get_vocab_size() if tokenizer else 256
+    size = vocab_size(tokenizer) if tokenizer else 256
     held_out = texts[HELD_OUT - 1 :: HELD_OUT]
     del texts[HELD_OUT - 1 :: HELD_OUT]
     train = _encode(texts, path, tokenizer)
     if not held_out:
-        return Corpus(*_split_tail(train), vocab_size)
-    return Corpus(train, _encode(held_out, path, tokenizer), vocab_size)
+        return Corpus(*_split_tail(train), size)
+    return Corpus(train, _encode(held_out, path, tokenizer), size)
 
 
 def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.ndarray:
     if tokenizer is None:
         return np.frombuffer(SEPARATOR.join(texts), np.uint8)
-    ids = []
+    ids = array("I")
     try:
-        decoded = [text.decode() for text in texts]
-        for start in interruptible(range(0, len(texts), _CHUNK)):
-            chunk = tokenizer.encode_batch(decoded[start : start + _CHUNK])
-            ids += [np.array(encoding.ids, np.uint32) for encoding in chunk]
+        for text in texts:
+            text.decode()
     except UnicodeDecodeError as error:
         why = f"({error}), as the tokenizer requires"
         raise UserError(f"data: {path} is not UTF-8 {why}") from error
-    except Exception as error:  # the library raises no narrower one
-        raise UserError(f"data: the tokenizer cannot encode {path}: {error}") from error
-    return np.concatenate(ids)
+    with named_errors(f"data: the tokenizer cannot encode {path}"):
+        for some in interruptible(_encode_texts(texts, tokenizer)):
+            ids.extend(some)
+    return np.frombuffer(ids, np.uint32)
+
+
+def _encode_texts(texts: list[bytes], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Encodes documents, as many at once as memory should hold."""
+    ends = itertools.accumulate(map(len, texts))
+    for _, group in itertools.groupby(texts, lambda _: next(ends) // _TOGETHER):
+        some = list(group)
+        short = [text.decode() for text in some if len(text) <= _WINDOW]
+        encoded = iter(tokenizer.encode_batch(short))
+        for text in some:
+            if len(text) <= _WINDOW:
+                yield next(encoded).ids
+            else:
+                yield from _encode_long(text, tokenizer)
+
+
+class _Window:
+    """A part of a document and its tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, document: bytes, start: int, size: int):
+        self.start, self.is_last = start, start + size >= len(document)
+        # The last character may be incomplete.
+        self.text = document[start : start + size].decode(errors="ignore")
+        encoding = tokenizer.encode(self.text)
+        self.ids, self.offsets = encoding.ids, encoding.offsets
+
+    def between(self, low: int, high: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """The index of the first token between two characters, and all of them.
+
+        A token is its id and its characters, counted from `low`.
+        """
+        first, last = (bisect.bisect_left(self.offsets, (x, x)) for x in (low, high))
+        tokens = zip(self.ids[first:last], self.offsets[first:last], strict=True)
+        return first, [(x, start - low, end - low) for x, (start, end) in tokens]
+
+
+def _encode_long(document: bytes, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Encodes a document in windows that overlap, to the ids of the whole document.
+
+    A window takes over from the one before where both have the same tokens, far from
+    their ends, and not amid repetitions, whose tokens can depend on where they end.
+    Windows grow until they find such a place. The ids are those of the whole if the
+    text that a token depends on is no further away than a quarter of the overlap.
+    """
+    is_bpe = isinstance(tokenizer.model, models.BPE)  # whose merges see no ends
+    scale, window, first = 1, _Window(tokenizer, document, 0, _WINDOW), 0
+    while not window.is_last:
+        shared, margin = len(window.text) - _OVERLAP * scale, _OVERLAP * scale // 4
+        low, high = shared + margin, len(window.text) - margin
+        # A window that begins at a token of the one before soon has the same ones.
+        begin = max((x for x, _ in window.offsets if x <= shared), default=0)
+        start = window.start + len(window.text[:begin].encode())
+        after = _Window(tokenizer, document, start, _WINDOW * scale)
+        here, tokens = window.between(low, high)
+        there, same = after.between(low - begin, high - begin)
+        places = range(_SIDE, len(tokens) - _SIDE) if begin and tokens == same else ()
+        for place in places:
+            sides = tokens[place - _SIDE : place], tokens[place : place + _SIDE]
+            kinds = min(len({token for token, _, _ in side}) for side in sides)
+            is_blank = window.text[low + tokens[place][1]].isspace()
+            varies = kinds > _SIDE // 2 or (is_bpe and not is_blank)
+            if varies and here + place > first:
+                yield window.ids[first : here + place]
+                scale, window, first = 1, after, there + place
+                break
+        else:
+            scale *= 2
+            window = _Window(tokenizer, document, window.start, _WINDOW * scale)
+    yield window.ids[first:]
 
 
 def _memory_map(path: Path) -> np.ndarray:
@@ -162,9 +262,9 @@ def _split_tail(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _from_ids(path: Path, train: np.ndarray, val: np.ndarray) -> Corpus:
     # The file format does not store the vocabulary size.
-    vocab_size = 1 + max(int(train.max()), int(val.max(initial=0)))
-    corpus = Corpus(train, val, vocab_size)
+    largest = max(int(train.max()), int(val.max(initial=0)))
+    corpus = Corpus(train, val, largest + 1)
     if (tokenizer := load_tokenizer(path if path.is_dir() else path.parent)) is None:
         return corpus
-    corpus.check_fits(tokenizer.get_vocab_size())
-    return replace(corpus, vocab_size=tokenizer.get_vocab_size())
+    corpus.check_fits(size := vocab_size(tokenizer))
+    return replace(corpus, vocab_size=size)

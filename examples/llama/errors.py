@@ -1,5 +1,7 @@
 """The error that ends a program of this example with one line."""
 
+import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,3 +21,9 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written: {error.strerror}. Make room, or make the "
             "folder writable, and start again; a run continues with --resume"
         ) from error
+
+
+def replace_unprintable() -> None:
+    """Makes characters that standard output cannot encode question marks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

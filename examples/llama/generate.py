@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import build, fields
-from examples.llama.errors import UserError
+from examples.llama.errors import UserError, replace_unprintable
 from examples.llama.fields import option
 from examples.llama.model import KVCache, Llama, empty_cache
 from examples.llama.text import Codec, to_bytes
@@ -52,11 +52,12 @@ class Sampling:
 
 def sample(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
     """Draws a token, int32 [B], for each sequence from logits, float32 [B, V]."""
-    if how.temperature == 0:
+    if how.temperature < fields.SMALLEST:  # float32 has no such divisor
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / how.temperature
     order = jnp.argsort(-logits, axis=-1)
     sorted_logits = jnp.take_along_axis(logits, order, axis=-1)
+    # The differences may become infinite, but not the largest of them, which is 0.
+    sorted_logits = (sorted_logits - sorted_logits[:, :1]) / how.temperature
     probabilities = jax.nn.softmax(sorted_logits)
     # The most likely token stays, whatever top_p is.
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
@@ -193,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     asked = _parser().parse_args(argv)
+    replace_unprintable()
     try:
         write(asked)
     except KeyboardInterrupt:

@@ -51,7 +51,7 @@ def continue_after(step: int, path: Path) -> None:
 
 def append(record: dict[str, Any], path: Path) -> None:
     """Appends a record to a log: numbers and arrays in nested dictionaries."""
-    with writing(path), path.open("a") as file:
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(_plain(record)) + "\n")
 
 
@@ -154,7 +154,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 def write_comparison(runs: list[Path], path: Path) -> None:
     """Writes the summaries of finished runs, their options and the machine as JSON."""
-    options = json.loads((runs[0] / "config.json").read_text())
+    options = json.loads((runs[0] / "config.json").read_text(encoding="utf-8"))
     del options["recipe"]
     comparison = {
         "device": jax.devices()[0].device_kind,

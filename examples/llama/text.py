@@ -1,24 +1,25 @@
 """Text to tokens and back, for generation and for the models that runs export."""
 
+import functools
 import json
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers
 
 from examples.llama.config import Config
 from examples.llama.data import SEPARATOR, token_ids_folder
 from examples.llama.errors import UserError
 from examples.llama.hf import files
 from examples.llama.hf.config_json import to_json
-from examples.llama.hf.files import TOKENIZER, load_tokenizer, read_json
+from examples.llama.hf.files import TOKENIZER, load_tokenizer, named_errors, read_json
 from examples.llama.model_config import LlamaConfig
 
 
@@ -54,18 +55,12 @@ class TokenizerOf:
             what = f"{TOKENIZER}, which turns text into tokens"
             raise UserError(f"{folder} has no {what}")
         self._folder, self._tokenizer = folder, tokenizer
-        # The texts of special tokens by their role, such as "bos_token".
-        self._special: dict[str, str] = {}
-        for role, token in self._read("tokenizer_config.json").items():
-            content = token.get("content") if isinstance(token, dict) else token
-            if role.endswith("_token") and isinstance(content, str):
-                self._special[role] = content
+        self._special = files.special_tokens(folder)
         self.stops = self._find_stops()  # the tokens that end a text
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with those that begin a document."""
-        _check_characters(text)
-        encoding = self._tokenizer.encode(text)
+        encoding = self._encode(_characters(text))
         ids, added = encoding.ids, encoding.special_tokens_mask
         # Some tokenizers also end a document, which is to be continued here.
         while ids and added[len(ids) - 1]:
@@ -74,42 +69,31 @@ class TokenizerOf:
 
     def encode_chat(self, text: str) -> list[int]:
         """Returns the tokens of a user's message, up to where the answer begins."""
-        _check_characters(text)
-        messages = [{"role": "user", "content": text}]
-        prompt = _render(self._template(), messages=messages, **self._special)
-        return self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        messages = [{"role": "user", "content": _characters(text)}]
+        if (template := files.chat_template(self._folder)) is None:
+            raise UserError(f"{self._folder} has no chat template: leave --chat out")
+        prompt = _render(template, messages, self._special)
+        return self._encode(prompt, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of tokens, without special ones."""
         return self._tokenizer.decode(tokens)
 
-    def _read(self, name: str) -> dict[str, Any]:
-        file = self._folder / name
-        return read_json(file) if file.is_file() else {}
+    def _encode(self, text: str, **how: bool) -> Encoding:
+        with named_errors(f"{self._folder / TOKENIZER} cannot encode the prompt"):
+            return self._tokenizer.encode(text, **how)
 
     def _find_stops(self) -> frozenset[int]:
         for name in ("generation_config.json", "config.json"):
-            if (ids := self._read(name).get("eos_token_id")) is not None:
-                listed = ids if isinstance(ids, list) else [ids]
-                if all(type(i) is int for i in listed):
-                    return frozenset(listed)
+            ids = read_json(self._folder / name, {}).get("eos_token_id")
+            listed = ids if isinstance(ids, list) else [ids]
+            if ids is not None and all(type(i) is int for i in listed):
+                return frozenset(listed)
+            if ids is not None:
                 got = f"a token or a list of them, got {json.dumps(ids)}"
                 raise files.CheckpointError(f"{name}: eos_token_id takes {got}")
         end = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         return frozenset() if end is None else frozenset({end})
-
-    def _template(self) -> str:
-        file = self._folder / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text()
-        stored = self._read("tokenizer_config.json") | self._read("chat_template.json")
-        template = stored.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {entry.get("name"): entry.get("template") for entry in template}
-            template = named.get("default")
-        if not isinstance(template, str):
-            raise UserError(f"{self._folder} has no chat template: leave --chat out")
-        return template
 
 
 Codec = Bytes | TokenizerOf
@@ -126,29 +110,51 @@ def _tokenizer_of(config: Config) -> Path | None:
     return Path(config.from_hf) if config.from_hf else token_ids_folder(config.data)
 
 
-def _check_characters(text: str) -> None:
+def _characters(text: str, what: str = "the prompt is not UTF-8") -> str:
+    """Returns the text with characters for the bytes that Python escapes in it."""
     try:
-        to_bytes(text).decode()
+        return to_bytes(text).decode()
     except UnicodeError as error:
-        why = f"({error}), as the tokenizer requires"
-        raise UserError(f"the prompt is not UTF-8 {why}") from error
+        raise UserError(f"{what} ({error}), as the tokenizer requires") from error
 
 
-def _render(template: str, **values: Any) -> str:
+class _Generation(jinja2.ext.Extension):
+    """The tags around an answer, which matter in training alone."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Reads the statements between the tags, which have variables of their own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _render(
+    template: str, messages: list[dict[str, Any]], special: dict[str, str]
+) -> str:
     """Fills in a chat template as transformers does."""
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
     )
-    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+    # Jinja's own filter escapes HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    now = datetime.now
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    values = {"messages": messages, "tools": None, "documents": None}
     try:
         filled = environment.from_string(template)
-        return filled.render(add_generation_prompt=True, **values)
+        text = filled.render(values, add_generation_prompt=True, **special)
     except Exception as error:  # templates are programs
         raise UserError(f"the chat template cannot be filled in: {error}") from error
+    return _characters(text, "the filled-in chat template is not UTF-8")
 
 
 @contextmanager
@@ -169,7 +175,9 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     contents["tokenizer_config.json"] = loader
     with tempfile.TemporaryDirectory() as temporary:
         for name, content in contents.items():
-            (Path(temporary) / name).write_text(json.dumps(content, indent=2) + "\n")
+            (Path(temporary) / name).write_text(
+                json.dumps(content, indent=2) + "\n", encoding="utf-8"
+            )
         tokenizer.save(str(Path(temporary) / TOKENIZER))
         yield Path(temporary)
 

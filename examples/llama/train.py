@@ -19,7 +19,7 @@ import jax
 
 from examples.llama import fields, hf, mesh, metrics, plot, run_folder
 from examples.llama.config import Config
-from examples.llama.errors import UserError
+from examples.llama.errors import UserError, replace_unprintable
 from examples.llama.progress import StopRequests, stop_requests
 from examples.llama.run_folder import has_run
 from examples.llama.training import train, validate
@@ -173,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     runs: dict[Path, dict[str, str]] = {}
+    replace_unprintable()
 
     def say_how_to_continue() -> None:
         again, how = argv, "stopped; continue"

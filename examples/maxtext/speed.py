@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(_run(options.run, options.settings)))
         return
     out: Path = options.out
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    found: dict[str, Any] = (
+        json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    )
     has_failed = False
     for name in options.programs:
         command = [sys.executable, "-m", "examples.maxtext.speed", "--run", name]
@@ -113,7 +115,10 @@ def _run(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         arguments = ["train", str(base), *settings, *overrides, *outputs]
         config, recorder = train.initialize(arguments)
         train.train_loop(config, recorder)
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        steps = [
+            json.loads(line)
+            for line in metrics.read_text(encoding="utf-8").splitlines()
+        ]
     times = [step["perf/step_time_seconds"] for step in steps[_FIRST_STEPS:]]
     tokens = config.global_batch_size_to_train_on * config.max_target_length
     memory = jax.devices()[0].memory_stats() or {}

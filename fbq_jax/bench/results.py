@@ -115,7 +115,7 @@ def load(path: Path) -> dict[str, Any]:
     """The sections of a file by name."""
     names = {key: name for name, key in _KEYS.items()}
     try:
-        sections = json.loads(path.read_text())
+        sections = json.loads(path.read_text(encoding="utf-8"))
         for section in sections.values():
             if not section.keys() >= _FIELDS:
                 raise KeyError(*_FIELDS - section.keys())
@@ -142,13 +142,13 @@ def check_writable(path: Path) -> None:
 def write(path: Path, content: Any) -> None:
     """Writes a JSON file, at once."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 
 def merge(path: Path, name: str, content: dict[str, Any]) -> None:
     """Writes a section into a file and keeps the other sections."""
-    sections = json.loads(path.read_text()) if path.exists() else {}
+    sections = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     write(path, sections | {_KEYS.get(name, name): content})
 
 

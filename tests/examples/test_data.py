@@ -1,12 +1,17 @@
 """Corpora and batches: determinism, splits by document, errors for bad data."""
 
+import os
 import signal
+import subprocess
+import sys
 import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from examples.llama import data as data_module
 from examples.llama.data import (
     HELD_OUT,
     SEPARATOR,
@@ -87,6 +92,44 @@ def test_few_files_hold_out_their_tail(tmp_path):
     assert corpus.val.tobytes() == content[1216:]
 
 
+def test_links_are_followed_and_each_file_is_read_once(tmp_path):
+    data, other = tmp_path / "data", tmp_path / "other"
+    for file in data / "z" / "1", other / "2", other / ".hidden" / "3", tmp_path / "4":
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(file.name)
+    links = {
+        "a": data / "z",
+        "b": other,
+        "z/c": other,
+        "loop": data,
+        "z/up": data.parent,
+    }
+    links |= {"d": tmp_path / "4", "e": tmp_path / "4", "none": tmp_path / "none"}
+    links |= {".f": tmp_path / "4", "other": other / ".hidden", "self": data / "self"}
+    for name, target in links.items():
+        (data / name).symlink_to(target)
+    (other / "back").symlink_to(data)
+    corpus = load_corpus(data)
+    # b/2, d, other/3, and z/1, which is not read as a/1
+    assert corpus.train.tobytes() == b"2\x004\x003\x001"
+
+
+def test_a_folder_that_cannot_be_read_is_told(tmp_path, monkeypatch, capsys):
+    scan, private = os.scandir, tmp_path / "lost+found"
+
+    def refuse(path):
+        if Path(path) == private:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    private.mkdir()
+    (tmp_path / "a").write_text("a" * 20)
+    monkeypatch.setattr("os.scandir", refuse)
+    assert len(load_corpus(tmp_path).train) == 19
+    told = f"warning: {private} is skipped: Permission denied\n"
+    assert capsys.readouterr().err == told
+
+
 def test_bins_hold_uint16_token_ids(tmp_path):
     np.arange(1000, 1100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     corpus = load_corpus(tmp_path / "train.bin")
@@ -138,6 +181,65 @@ def test_tokenizer_marks_where_documents_begin(tmp_path):
     corpus = load_corpus(tmp_path, word_tokenizer())
     assert corpus.train.tolist() == [0, 1, 2, 0, 2, 0, 1, 1]
     assert corpus.vocab_size == 4
+
+
+def test_ids_may_have_gaps(tmp_path):
+    vocabulary = {"a": 1, "<unk>": 3, "b": 20}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for name in "train.bin", "val.bin":
+        np.array([1, 20, 3], np.uint16).tofile(tmp_path / name)
+    assert load_corpus(tmp_path).vocab_size == 21
+    (tmp_path / "text").write_text("b")
+    assert load_corpus(tmp_path / "text", tokenizer).vocab_size == 21
+    np.array([21], np.uint16).tofile(tmp_path / "val.bin")
+    with pytest.raises(UserError, match=r"token id 21; .* accepts 0 to 20"):
+        load_corpus(tmp_path)
+
+
+def test_documents_of_any_length_are_encoded_in_order(tmp_path, monkeypatch):
+    """Windows of long ones have no ends of their own."""
+    monkeypatch.setattr(data_module, "_WINDOW", 2**9)
+    monkeypatch.setattr(data_module, "_OVERLAP", 2**6)
+    monkeypatch.setattr(data_module, "_TOGETHER", 2**10)
+    vocabulary = {"<s>": 0, "</s>": 1} | {f"w{i}": i + 2 for i in range(200)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    expected = []
+    for index, words in enumerate((3, 900, 0, 200, 1, 40, 40, 300)):
+        numbers = [(7 * i * i + index) % 200 for i in range(words)]
+        (tmp_path / f"{index}").write_text(" ".join(f"w{i}" for i in numbers))
+        expected += [0, *(i + 2 for i in numbers), 1]
+    corpus = load_corpus(tmp_path, tokenizer)
+    assert corpus.train.dtype == corpus.val.dtype == np.uint32
+    assert [*corpus.train, *corpus.val] == expected
+
+
+@pytest.mark.exhaustive
+def test_memory_does_not_grow_with_a_text_file(tmp_path):
+    program = """if True:
+        import resource, sys
+        from pathlib import Path
+        from examples.llama.data import load_corpus
+        from tests.examples.real_tokenizers import llama3
+        tokenizer, _ = llama3()
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        load_corpus(Path(sys.argv[1]), tokenizer)
+        before = peak()
+        load_corpus(Path(sys.argv[2]), tokenizer)
+        print(peak() - before)
+    """
+    line = "The quick brown fox jumps over lazy dog number {}.\n"
+    for name, lines in ("short", 20_000), ("long", 200_000):
+        text = "".join(map(line.format, range(lines)))
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-c", program, tmp_path / "short", tmp_path / "long"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(printed.stdout.splitlines()[-1]) < 5 * len(text)
 
 
 def test_a_corpus_that_does_not_fit_is_named():

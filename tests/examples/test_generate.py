@@ -19,7 +19,7 @@ from examples.llama import build, generate, hf, train
 from examples.llama.errors import UserError
 from examples.llama.generate import Sampling, sample
 from examples.llama.model import Llama, empty_cache
-from examples.llama.text import Bytes, TokenizerOf
+from examples.llama.text import Bytes, TokenizerOf, byte_tokenizer
 from tests.examples.make_hf_fixture import CONFIGS, FIXTURE
 from tests.examples.small import small_config
 from tests.fbq_jax.linen.test_freezing import as_trained
@@ -90,6 +90,21 @@ def test_sampling_draws_the_likely_tokens(how, drawn):
     assert set(tokens.ravel().tolist()) == drawn
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1.2e-38, 1e-38, 1e-50, 5e-324])
+@pytest.mark.parametrize("others", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_p": 1e-9}])
+def test_a_tiny_temperature_draws_as_none(temperature, others):
+    logits = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    key = jax.random.key(0)
+    how = Sampling(temperature=temperature, **others)
+    draw = jax.jit(lambda logits: sample(logits, key, how))
+    for scale in 1e-3, 1.0, 1e4, 1e20, 5e37:
+        scaled = jnp.asarray(logits * np.float32(scale))
+        assert jnp.isfinite(scaled).all()
+        expected = sample(scaled, key, Sampling(temperature=0))
+        if scale / temperature > 1e6:
+            np.testing.assert_array_equal(draw(scaled), expected)
+
+
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ message.role + ' ' + message.content + '<|end|>' }}{% endfor %}"
@@ -138,6 +153,15 @@ def test_stop_tokens_are_those_of_generation_then_of_the_model(chat):
     generation.write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(hf.CheckpointError, match="eos_token_id takes a token or a"):
         TokenizerOf(chat)
+
+
+def test_a_prompt_may_have_escaped_bytes_of_characters(tmp_path):
+    """As Python reads the command line where the locale has ASCII."""
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    codec = TokenizerOf(tmp_path)
+    assert bytes(codec.encode("\udcc3\udca9")) == "é".encode()
+    assert bytes(codec.encode_chat("\udcc3\udca9")) == "é".encode()
 
 
 NAMED = [{"name": "default", "template": TEMPLATE}]
@@ -189,6 +213,22 @@ def test_a_model_of_bytes_continues_any_bytes(capsys, monkeypatch, prompt, is_ty
     assert status == 0
     assert f"prompt: {len(prompt)} tokens" in report
     assert out == (prompt + b"\xa9b\n").decode(errors="replace")
+
+
+def test_what_the_terminal_cannot_encode_is_replaced(monkeypatch):
+    found = build.Trained(Llama(small_config(vocab_size=256)), {}, Bytes(), "")
+    monkeypatch.setattr(build, "load", lambda *_: found)
+    ids = "é😀b".encode()
+    monkeypatch.setattr(
+        generate, "make_generator", lambda *_, **__: lambda *_: iter(ids)
+    )
+    monkeypatch.setattr(train, "run", lambda _: print("to ü\udcff"))
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert generate.main(["folder", "--prompt", "ä"]) == 0
+    assert train.main(["--steps", "1"]) == 0
+    terminal.flush()
+    assert terminal.buffer.getvalue() == b"???b\nto ??\n"
 
 
 def run(capsys, *argv):

@@ -156,6 +156,30 @@ def test_codes_read_by_gguf_are_those_of_freeze(tmp_path):
     assert (tokens[-1], kinds[-1]) == ("[PAD319]", 5)
 
 
+def test_tokens_beside_the_tokenizer_are_written(tmp_path):
+    tokenizer = bytewise()
+    tokenizer.enable_padding(direction="left", pad_token="<s>", length=8)
+    tokenizer.enable_truncation(1)
+    folder = source(tmp_path / "like", small_config(**SIZES), "llama", tokenizer)
+    strings = {"bos_token": "<s>", "pad_token": "<pad>", "chat_template": "unused"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(strings))
+    (folder / "chat_template.jinja").write_text("é", encoding="utf-8")
+    writer = gguf.GGUFWriter(tmp_path / "file", "llama")
+    loaded = gguf_tokenizer.read_tokenizer(folder, 320)
+    gguf_tokenizer.add_tokenizer(writer, loaded, folder, 320)
+    stored = {name: entry.value for name, entry in writer.kv_data[0].items()}
+    last = tokenizer.get_vocab_size()
+    assert stored["tokenizer.ggml.tokens"][last] == b"<pad>"
+    assert stored["tokenizer.ggml.padding_token_id"] == last
+    assert stored["tokenizer.ggml.add_bos_token"] is False
+    assert stored["tokenizer.chat_template"] == "é"
+    (folder / "chat_template.jinja").write_bytes(b"\xe9")
+    with pytest.raises(hf.CheckpointError, match="jinja is not a chat template"):
+        gguf_tokenizer.read_tokenizer(folder, 320)
+    with pytest.raises(ExportError, match=f"has a token {last}, the model has {last}"):
+        gguf_tokenizer.read_tokenizer(folder, last)
+
+
 @pytest.mark.exhaustive
 def test_a_full_disk_leaves_nothing_and_a_file_needs_no_tokenizer(
     tmp_path, monkeypatch

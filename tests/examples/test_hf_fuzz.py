@@ -130,6 +130,7 @@ def global_rope(stored, key):
 NAMES = ("a.safetensors", "b.safetensors")
 ODD_NAMES = st.one_of(
     st.sampled_from(["../a.safetensors", "/a.safetensors", "", ".", "..", "c", "a\0"]),
+    st.sampled_from(["a" * 5000, "\0", "\ud800"]).map(lambda x: x + ".safetensors"),
     PLAIN,
 )
 
@@ -155,7 +156,7 @@ def test_any_index_is_an_error_or_followed(data):
         index = folder / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": home | odd}))
         if lost or odd:
-            says = "takes names of files beside it|lacks |does not exist"
+            says = "takes names of files beside it|lacks |does not exist|cannot be read"
             with pytest.raises(hf.CheckpointError, match=says):
                 hf.load(folder)
             return

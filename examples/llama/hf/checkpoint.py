@@ -24,6 +24,7 @@ _GENERATION = (
     *("generation_config.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates/*.jinja",
 )
 # Rows that are copied at once: when transposed, they fill cache lines.
 _ROWS_PER_COPY = 16
@@ -75,7 +76,7 @@ def load(folder: Folder) -> tuple[LlamaConfig, dict[str, Any]]:
 
 def is_checkpoint(folder: Folder) -> bool:
     """Whether a folder holds a model in Hugging Face's format, or as a GGUF file."""
-    if not (Path(folder) / CONFIG).exists():
+    if not files.exists(Path(folder) / CONFIG):
         return any(Path(folder).glob("*.gguf"))
     return "model_type" in files.read_json(Path(folder) / CONFIG)
 
@@ -128,10 +129,14 @@ def write_folder(
 ) -> None:
     """Writes config.json, tensors, and the files for generation of ``like``."""
     with files.new_folder(folder) as complete:
-        (complete / CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
-        for name in () if like is None else _GENERATION:
-            if (file := Path(like or "") / name).is_file():
-                shutil.copyfile(file, complete / name)
+        (complete / CONFIG).write_text(
+            json.dumps(stored, indent=2) + "\n", encoding="utf-8"
+        )
+        for pattern in () if like is None else _GENERATION:
+            for file in Path(like or "").glob(pattern):
+                copy = complete / file.relative_to(like or "")
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         files.write_tensors(complete, tensors)
 
 
@@ -147,7 +152,7 @@ def config_json(config: LlamaConfig, like: Folder | None) -> tuple[Any, Family]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).exists() and any(folder.glob("*.gguf")):
+    if not files.exists(folder / CONFIG) and any(folder.glob("*.gguf")):
         raise CheckpointError(
             f"{folder} holds a GGUF file, which is not read: take another export"
         )

@@ -64,11 +64,11 @@ def write(
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
         _add_entries(writer, config)
         folder = Path(like or "")
-        stored = read_tokenizer(folder, config.vocab_size) if like else None
-        if stored is None:
+        tokenizer = read_tokenizer(folder, config.vocab_size) if like else None
+        if tokenizer is None:
             writer.add_tokenizer_model("no_vocab")
         else:
-            add_tokenizer(writer, stored, folder, config.vocab_size)
+            add_tokenizer(writer, tokenizer, folder, config.vocab_size)
         _add_tensors(writer, config, blocks, floats)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

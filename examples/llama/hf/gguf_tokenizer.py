@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import tokenizers
+from tokenizers import Tokenizer
 
-from examples.llama.hf.files import TOKENIZER, load_tokenizer, read_json
+from examples.llama.hf import files
 from fbq_jax.export import ExportError
 
 Json = dict[str, Any]
@@ -36,16 +36,15 @@ _SPLITS = {
 }
 
 
-def read_tokenizer(folder: Path, vocab_size: int) -> Json | None:
-    """Reads the tokenizer.json of a checkpoint, None if it has none.
+def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+    """Reads the tokenizer of a checkpoint, None if it has none.
 
     Raises ExportError if llama.cpp has no tokenizer that splits and joins text this
     way, or if the tokenizer has tokens that the model lacks.
     """
-    if (tokenizer := load_tokenizer(folder)) is None:
+    if (tokenizer := files.load_tokenizer(folder)) is None:
         return None
-    file = folder / TOKENIZER
-    stored = read_json(file)
+    file, stored = folder / files.TOKENIZER, json.loads(tokenizer.to_str())
     known = _is_sentencepiece(stored) or _split_of(stored) is not None
     if stored["model"]["type"] != "BPE" or not known:
         raise ExportError(
@@ -53,27 +52,30 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Json | None:
             "takes BPE with SentencePiece's spaces and bytes, or with the splits of "
             f"{', '.join(_SPLITS.values())}"
         )
-    if (last := max(tokenizer.get_vocab().values())) >= vocab_size:
+    if (last := files.vocab_size(tokenizer) - 1) >= vocab_size:
         raise ExportError(
             f"{file} has a token {last}, the model has {vocab_size} tokens"
         )
-    return stored
+    files.chat_template(folder)
+    return tokenizer
 
 
-def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> None:
+def add_tokenizer(
+    writer: Any, tokenizer: Tokenizer, folder: Path, vocab_size: int
+) -> None:
     """Adds the tokenizer of `read_tokenizer`, its special tokens and the chat template.
 
     Of ``vocab_size`` tokens of the model, those that the tokenizer lacks are unused.
     """
+    stored = json.loads(tokenizer.to_str())
     model, spaces = stored["model"], _is_sentencepiece(stored)
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(stored))
     types = gguf.TokenType
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     kinds = [types.UNUSED] * vocab_size
     for token, index in model["vocab"].items():
         tokens[index] = token
         kinds[index] = types.BYTE if spaces and token in _BYTES else types.NORMAL
-    for added in stored.get("added_tokens", ()):
+    for added in stored["added_tokens"]:
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = types.CONTROL if added["special"] else types.USER_DEFINED
     if spaces and (unknown := model.get("unk_token")) in model["vocab"]:
@@ -84,8 +86,7 @@ def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> N
     writer.add_token_types(kinds)
     if spaces:
         ranks: dict[str, int] = {}
-        for rank, merge in enumerate(model["merges"]):
-            pair = merge.split(" ") if isinstance(merge, str) else merge
+        for rank, pair in enumerate(model["merges"]):
             ranks.setdefault("".join(pair), rank)
         # The earlier the merge that makes a token, the higher its score.
         scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
@@ -94,12 +95,17 @@ def add_tokenizer(writer: Any, stored: Json, folder: Path, vocab_size: int) -> N
         writer.add_add_space_prefix(first.startswith(_SPACE))
     # It also warns of templates that it does not understand, which we try out.
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
-    special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
+    with files.named_errors(f"{folder} has a tokenizer that gguf cannot read"):
+        special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
+    special.chat_template = files.chat_template(folder)
+    for role, text in files.special_tokens(folder).items():
+        if (index := tokenizer.token_to_id(text)) is not None:
+            special.special_token_ids.setdefault(role.removesuffix("_token"), index)
     if not spaces and not special.merges:
         special.merges = [_NO_MERGE]
     ids, known = tokenizer.encode("a").ids, special.special_token_ids
-    ends = {"bos": ids[0], "eos": ids[-1]}
-    special.add_special_token = {end: ends[end] == known.get(end, -1) for end in ends}
+    ends = {"bos": ids[:1], "eos": ids[-1:]}
+    special.add_special_token = {end: ends[end] == [known.get(end)] for end in ends}
     special.add_to_gguf(writer, quiet=True)
 
 

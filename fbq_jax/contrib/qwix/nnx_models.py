@@ -165,7 +165,7 @@ def _set_own_code(
 def _drop_activations(modules: Mapping[str, nnx.Module]) -> None:
     """Removes the ops that earlier rules gave to products of two activations."""
     for module in modules.values():
-        for name in list(filter(is_activations_dot, map(str, vars(module)))):
+        for name in list(filter(is_activations_dot, vars(module))):
             delattr(module, name)
 
 

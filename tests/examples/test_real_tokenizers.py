@@ -1,0 +1,103 @@
+"""Tokenizers give the ids that transformers gives, whatever the size of a text."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from examples.llama import data
+from examples.llama.errors import UserError
+from examples.llama.hf.files import CheckpointError, load_tokenizer, vocab_size
+from examples.llama.text import TokenizerOf, byte_tokenizer
+from tests.examples.real_tokenizers import TEXTS, TOKENIZERS, long_document, write
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_ids_are_those_of_transformers(tmp_path, make):
+    transformers = pytest.importorskip("transformers", reason="compares with it")
+    folder = write(tmp_path / "tokenizer", make)
+    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.get_vocab() == loaded.get_vocab()
+    assert vocab_size(tokenizer) == max(loaded.get_vocab().values()) + 1
+    for text in TEXTS:
+        for special in True, False:
+            found = tokenizer.encode(text, add_special_tokens=special).ids
+            assert found == loaded.encode(text, add_special_tokens=special), text
+        assert tokenizer.decode(found) == loaded.decode(found, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_windows_change_no_ids(tmp_path, make, monkeypatch):
+    tokenizer = load_tokenizer(write(tmp_path / "tokenizer", make))
+    monkeypatch.setattr(data, "_WINDOW", 2**12)
+    monkeypatch.setattr(data, "_OVERLAP", 2**10)
+    text = long_document()
+    whole = tokenizer.encode(text).ids
+    windows = list(data._encode_long(text.encode(), tokenizer))
+    assert [index for ids in windows for index in ids] == whole
+    assert len(windows) > 10
+
+
+def with_file(folder, name, content):
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (CONFIG, {"added_tokens_decoder": []}, "other than tokens as added_tokens_dec"),
+        (CONFIG, {"added_tokens_decoder": {"x": {"content": "a"}}}, "invalid literal"),
+        (CONFIG, {"added_tokens_decoder": {"9": {"id": 9}}}, "decoder: 'content'"),
+        (CONFIG, {"added_tokens_decoder": {"9": 9}}, "other than tokens as added"),
+        (CONFIG, {"bos_token": 5}, "has other than tokens as bos_token"),
+        (CONFIG, {"bos_token": {"content": 5}}, "bos_token: 'int' object"),
+        (CONFIG, {"pad_token": {"content": "a", "lstrip": "b"}}, "pad_token: 'str'"),
+        (CONFIG, {"pad_token": "\ud800"}, "pad_token: .*surrogates not allowed"),
+        (CONFIG, {"additional_special_tokens": 5}, "tokens as additional_special_to"),
+        (CONFIG, {"extra_special_tokens": [[]]}, "tokens as extra_special_tokens"),
+        (CONFIG, ["a"], "tokenizer_config.json does not hold a JSON object"),
+        (MAP, {"eos_token": []}, "map.json has other than tokens as eos_token"),
+        ("added_tokens.json", {"a": "b"}, "tokens.json does not hold ids of tokens"),
+        ("added_tokens.json", {"a": 1.5}, "tokens.json does not hold ids of tokens"),
+        ("added_tokens.json", {"\ud800": 1}, "tokens.json does not hold ids of tok"),
+        ("tokenizer.json", {"model": {}}, "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", {"a": 5}, "tokenizer.json is not a tokenizer"),
+    ],
+)
+def test_files_of_tokens_that_are_damaged_are_named(tmp_path, name, content, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_tokenizer(with_file(tmp_path, name, content))
+    assert str(caught.value).startswith(str(tmp_path / name))
+
+
+def test_a_tokenizer_that_cannot_encode_is_named(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="lost"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="cannot encode the prompt: WordLevel er"):
+        TokenizerOf(tmp_path).encode("b")
+    # A panic in Rust.
+    processor = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    processor["single"] = [{"SpecialToken": {"id": "q", "type_id": 0}}]
+    stored = json.loads(byte_tokenizer().to_str()) | {"post_processor": processor}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(CheckpointError, match="json cannot encode the prompt: no ent"):
+        TokenizerOf(tmp_path).encode("b")
+    (tmp_path / "text").write_text("b")
+    with pytest.raises(
+        UserError, match=r"the tokenizer cannot encode .*text: no entry"
+    ):
+        data.load_corpus(tmp_path / "text", load_tokenizer(tmp_path))
+
+
+def test_an_id_that_no_tokenizer_can_give_is_told(tmp_path, capsys):
+    folder = with_file(tmp_path, "added_tokens.json", {"<a>": 256, "<b>": 300})
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("<a><b>").ids == [256, 257]
+    told = "'<b>' has the id 300 in its files, and 257 in transformers"
+    assert capsys.readouterr().err == f"warning: {folder}: {told}\n"
