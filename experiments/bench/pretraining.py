@@ -53,7 +53,7 @@ def rows() -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", __spec__.name, "--one", name, folder]
             subprocess.run(command, check=True)
-            yield json.loads(Path(folder, "figures").read_text())
+            yield json.loads(Path(folder, "figures").read_text(encoding="utf-8"))
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     if options.one:
         name, folder = options.one
         figures = json.dumps(measure(name, Path(folder)))
-        Path(folder, "figures").write_text(figures)
+        Path(folder, "figures").write_text(figures, encoding="utf-8")
         return
     found = []
     for row in rows():

@@ -40,8 +40,9 @@ class Fp8Dot(DotGeneral):
 
     Raises:
       ValueError: ``scaling`` is unknown, or ``history`` is not a positive integer; or,
-        in a arguments, delayed scaling has no layer to keep its state in.
+        in a call, delayed scaling has no layer to keep its state in.
 
+    >>> import jax.numpy as jnp
     >>> from flax import linen as nn
     >>> layer = nn.Dense(2, dot_general=Fp8Dot(history=16))
     >>> variables = jax.eval_shape(layer.init, jax.random.key(1), jnp.ones((4, 8)))

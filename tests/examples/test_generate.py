@@ -222,7 +222,7 @@ def test_what_the_terminal_cannot_encode_is_replaced(monkeypatch):
     monkeypatch.setattr(
         generate, "make_generator", lambda *_, **__: lambda *_: iter(ids)
     )
-    monkeypatch.setattr(train, "run", lambda _: print("to ü\udcff"))
+    monkeypatch.setattr(train, "run", lambda *_: print("to ü\udcff"))
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", terminal)
     assert generate.main(["folder", "--prompt", "ä"]) == 0
