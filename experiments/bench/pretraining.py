@@ -24,7 +24,7 @@ from experiments.settings import SEEDS
 
 RECIPES = tuple(dict.fromkeys(recipe for recipe, _ in SEEDS.parity))
 PACKED = 10  # bits that norms and gates save of a value, by default not in bf16
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     **{recipe: {"recipe": recipe} for recipe in RECIPES},
     f"bf16, {PACKED} bits": {"recipe": "bf16", "saved_bits": PACKED},
 }

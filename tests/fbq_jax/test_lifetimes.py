@@ -16,6 +16,7 @@ import fbq_jax
 from fbq_jax import RulesDot, recipes
 from fbq_jax.contrib import qwix
 from fbq_jax.core.visitors import Visitor
+from tests.marks import slow
 
 KEY, X = jax.random.key(0), jnp.ones((4, 64))
 RULES = {".*": recipes.fallback}
@@ -149,7 +150,7 @@ def visitors():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", slow(USES, USES.keys() - {"quantize", "nnx"}))
 def test_nothing_stays_alive(name):
     gc.collect()
     before = visitors()
@@ -159,6 +160,7 @@ def test_nothing_stays_alive(name):
     assert visitors() == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_a_call_leaves_no_class_behind():
     """JAX never forgets a class of NNX."""
