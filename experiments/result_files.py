@@ -36,7 +36,7 @@ def _rounded(value: Any) -> Any:
 def read(file: Path) -> Json:
     """Reads a JSON file; raises ResultsError if it is damaged."""
     try:
-        content: Json = json.loads(file.read_text(encoding="utf-8"))
+        content: Json = json.loads(file.read_bytes())
     except ValueError as error:
         raise ResultsError(
             f"{file} is damaged ({error}): restore it, or delete it to run it again"

@@ -94,7 +94,7 @@ def _read(file: Path) -> _Entries:
     if not file.exists():
         return {}
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))["entries"]
+        entries = json.loads(file.read_bytes())["entries"]
         return {op: dict(of_op) for op, of_op in entries.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a table of configurations") from error

@@ -107,7 +107,7 @@ def save(file: Path, speed_map: SpeedMap) -> None:
 def _load(file: Path) -> SpeedMap | None:
     if not file.exists():
         return None
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = json.loads(file.read_bytes())
     speedups = {
         recipe: {_sizes(name): speedup for name, speedup in measured.items()}
         for recipe, measured in content["speedups"].items()

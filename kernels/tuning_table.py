@@ -45,6 +45,4 @@ def lookup(op: str, sizes: Sequence[int]) -> dict[str, Any] | None:
 @functools.cache
 def _entries(device_kind: str) -> dict[str, dict[str, dict[str, Any]]]:
     file = path(device_kind)
-    return (
-        json.loads(file.read_text(encoding="utf-8"))["entries"] if file.exists() else {}
-    )
+    return json.loads(file.read_bytes())["entries"] if file.exists() else {}

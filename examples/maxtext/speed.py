@@ -56,9 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(_run(options.run, options.settings)))
         return
     out: Path = options.out
-    found: dict[str, Any] = (
-        json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    )
+    found: dict[str, Any] = json.loads(out.read_bytes()) if out.exists() else {}
     has_failed = False
     for name in options.programs:
         command = [sys.executable, "-m", "examples.maxtext.speed", "--run", name]

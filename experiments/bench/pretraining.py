@@ -53,7 +53,7 @@ def rows() -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", __spec__.name, "--one", name, folder]
             subprocess.run(command, check=True)
-            yield json.loads(Path(folder, "figures").read_text(encoding="utf-8"))
+            yield json.loads(Path(folder, "figures").read_bytes())
 
 
 def main() -> None:

@@ -115,7 +115,7 @@ def load(path: Path) -> dict[str, Any]:
     """The sections of a file by name."""
     names = {key: name for name, key in _KEYS.items()}
     try:
-        sections = json.loads(path.read_text(encoding="utf-8"))
+        sections = json.loads(path.read_bytes())
         for section in sections.values():
             if not section.keys() >= _FIELDS:
                 raise KeyError(*_FIELDS - section.keys())
@@ -148,7 +148,7 @@ def write(path: Path, content: Any) -> None:
 
 def merge(path: Path, name: str, content: dict[str, Any]) -> None:
     """Writes a section into a file and keeps the other sections."""
-    sections = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    sections = json.loads(path.read_bytes()) if path.exists() else {}
     write(path, sections | {_KEYS.get(name, name): content})
 
 

@@ -183,8 +183,8 @@ def rules_report(
     order = {path: number for number, path in enumerate(matrices)}
     rows.sort(key=lambda row: order.get(row.parameter, len(order)))
     names = {row.parameter for row in rows}
-    layer_of = {path: path.rpartition("/")[0] for path in matrices}
-    layer_of |= _tied(found, matrices, float_products)
+    holders = {path: path.rpartition("/")[0] for path in matrices}
+    layer_of = holders | _tied(found, matrices, holders, float_products)
     return RulesReport(
         layers,
         tuple(pattern for pattern, _ in rules if pattern not in used),
@@ -192,10 +192,12 @@ def rules_report(
         tuple(rows),
         tuple(
             FloatParameter(
-                path, shape, _float_reason(dict(rules), found, path, layer, names)
+                path,
+                matrices[path],
+                _float_reason(dict(rules), found, path, layer, names),
             )
             for path, layer in layer_of.items()
-            if path not in names and (shape := matrices[path])
+            if path not in names
         ),
         activation_products,
     )
@@ -204,6 +206,7 @@ def rules_report(
 def _tied(
     found: Mapping[str, str | None],
     matrices: Mapping[str, tuple[int, ...]],
+    holders: Mapping[str, str],
     float_products: Iterable[FloatProduct],
 ) -> dict[str, str]:
     """Maps parameters of modules without an op to the layers that multiply by them.
@@ -213,7 +216,6 @@ def _tied(
     """
     tied = {}
     for layer, operand in dict.fromkeys(float_products):
-        holders = {path: path.rpartition("/")[0] for path in matrices}
         if isinstance(operand, str):
             paths = [operand]
         else:

@@ -110,7 +110,7 @@ class Products(QuantizationProvider):
     def _source(self, x: Any) -> Any:
         """The array that x is a view of, or x itself.
 
-        A parameter may be a view of another one, as that of one layer of a stack.
+        A parameter may be a view of another one, as in one layer of a stack.
         """
         views = []
         while id(x) in self.views:
