@@ -74,6 +74,10 @@ BOTH_KINDS = {
     for kind in ("", UNROLLED)
 }
 BLOCK = (4096, 14336, 16384)
+# Speed and memory of the runs with several seeds, all by one version.
+PRETRAINING = {
+    row["what"]: row for row in result_files.one(EXPERIMENTS / "seeds", "speed")["rows"]
+}
 
 
 def rows(
@@ -153,24 +157,25 @@ def losses() -> str:
     """The losses of the recipes that ran with several seeds, and what they cost."""
     runs = result_files.runs(EXPERIMENTS / "seeds", "parity")
     of_seeds = run_tables.by_seed(runs, result_files.last_val_loss)
-    cells = []
-    for recipe, of_recipe in of_seeds.items():
-        own = [runs[f"{recipe}-{seed}"] for seed in of_recipe]
-        name, compared = recipe, ("", "")
-        if recipe != "bf16":
-            difference = run_tables.relative(of_seeds, recipe, "bf16")
-            name, compared = f"`{recipe}`", run_tables.mean_and_interval(difference)
-        cells.append(
-            [
-                name,
-                f"{statistics.fmean(of_recipe.values()):.4f}",
-                *compared,
-                f"{statistics.median(run['tokens_per_s'] for run in own):,.0f}",
-                f"{max(run['peak_bytes'] for run in own) / 1e9:.1f}",
-            ]
+
+    def cells(what: str) -> Iterator[str]:
+        yield f"`{what}`" if what in recipes.NAMED or what == "fp8_delayed" else what
+        yield (
+            f"{statistics.fmean(of_seeds[what].values()):.4f}"
+            if what in of_seeds
+            else ""
         )
+        if what in of_seeds and what != "bf16":
+            difference = run_tables.relative(of_seeds, what, "bf16")
+            yield from run_tables.mean_and_interval(difference)
+        else:
+            yield from ("", "")
+        row = PRETRAINING[what]
+        yield f"{row['tokens_per_s']:,.0f}"
+        yield f"{row['peak_bytes'] / 1e9:.1f}"
+
     head = "recipe", "validation loss", "vs bf16", "95 % interval", "tokens/s"
-    return table((*head, "peak GB"), cells)
+    return table((*head, "peak GB"), [list(cells(what)) for what in PRETRAINING])
 
 
 def measured() -> str:
@@ -193,6 +198,9 @@ def measured() -> str:
             run_tables.relative(run_tables.by_seed(found, value), name, "bf16").mean()
             for value in (result_files.last_val_loss, lambda run: run["tokens_per_s"])
         )
+        if name in PRETRAINING:
+            of_row = PRETRAINING[name]["tokens_per_s"]
+            speed = of_row / PRETRAINING["bf16"]["tokens_per_s"] - 1
         return f"{1 + speed:.2f}", f"{loss:+.2%}"
 
     def cells(name: str) -> Iterator[str]:
