@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
+from fbq_jax.core.freezing import check_runs, find_kept_parameters
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
     as_array,
@@ -26,10 +27,10 @@ from fbq_jax.nnx.dot import (
 from fbq_jax.nnx.sharing import check_unshared
 from fbq_jax.nnx.tracing import (
     MakingCodes,
-    changing_weights,
     make_weights,
+    name_ops,
     parameter_paths,
-    read_parameters,
+    split_model,
     trace_call,
 )
 
@@ -95,37 +96,28 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     making = MakingCodes(layers)
     weights = make_weights(nnx.clone(model), making, args, kwargs)
     making.check_all_ran()
-    if changing := changing_weights(model, layers, args, kwargs):
-        raise ValueError(
-            f"freeze cannot quantize the weights of {', '.join(changing)} once: they "
-            "depend on the model's inputs. Fold the factor into the parameter, or give "
-            "the layer None in the rules"
-        )
-    names = [weight.parameter for weight in layers.values()]
-    read = read_parameters(model, names, layers, args, kwargs)
+    own_code = {p for p, w in layers.items() if not isinstance(w.layer, Layer)}
+    names = {path: weight.parameter for path, weight in layers.items()}
+    call, others = split_model(name_ops(model))
+    values = {name: others.pop(name) for name in set(names.values())}
+    kept = find_kept_parameters(
+        lambda values, others, inputs: call({**others, **values}, *inputs),
+        names,
+        own_code,
+        values,
+        others,
+        (args, kwargs),
+    )
     for path, weight in layers.items():
-        own_code = not isinstance(weight.layer, Layer)
-        if weight.parameter in read and not own_code:
-            raise ValueError(
-                f"freeze would remove {weight.parameter!r}, which the model reads "
-                f"other than by the product of layer {path!r}: give the layer None in "
-                "the rules"
-            )
         weight.dot.weight = nnx.data(FrozenCodes(weights[path]))
         weight.dot.axes = making.made[path][0]
         value = getattr(weight.layer, weight.name)
-        if weight.parameter not in read and isinstance(value, nnx.Param):
-            axes = 0 if own_code else len(weight.dot.theta.shape)
+        if weight.parameter not in kept and isinstance(value, nnx.Param):
+            axes = 0 if path in own_code else len(weight.dot.theta.shape)
             kernel: Any = FrozenKernel(value.shape[axes:], value.dtype)
-            kernel = nnx.Param(kernel) if own_code else kernel
+            kernel = nnx.Param(kernel) if path in own_code else kernel
             setattr(weight.layer, weight.name, kernel)
-    try:
-        trace_call(model, args, kwargs)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            "the frozen model does not run: it reads a layer's kernel other than by "
-            "multiplying by it with the layer's op. Give that layer None in the rules"
-        ) from error
+    check_runs(lambda: trace_call(model, args, kwargs))
     return model
 
 

@@ -82,15 +82,7 @@ class OpCalls(QuantizationProvider):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Calls an op, or the function that it stands for.
-
-        Args:
-          call: calls the op.
-          function: the name of what the op stands for.
-          op: the op.
-          *args: its arguments.
-          **kwargs: its keyword arguments.
-        """
+        """Calls an op by ``call``, or the function whose name it stands for."""
         if not is_lora_active(function):
             return disable_interceptions(call)(op, *args, **kwargs)
         args += tuple(kwargs.pop(name) for name in ("lhs", "rhs") if name in kwargs)
