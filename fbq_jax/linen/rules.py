@@ -186,11 +186,7 @@ class RulesDot(DotGeneral):
     def of_activations(self, shape: tuple[int, ...]) -> FallbackDot | None:
         """The ``FallbackDot`` of the calling layer's next product of two activations.
 
-        Args:
-          shape: the shape of the product's right operand.
-
-        Returns:
-          None if the product stays unquantized.
+        It is None if the product, whose right operand has this shape, stays in float.
         """
         module = calling_module()
         assert module is not None

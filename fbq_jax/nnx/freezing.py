@@ -135,19 +135,19 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
     modules, parameters = dict(nnx.iter_modules(model)), parameter_paths(model)
     layers: dict[str, _Weight] = {}
     for path, layer in modules.items():
-        op = getattr(layer, layer_op(layer).name) if isinstance(layer, Layer) else None
-        if (dot := dot_of(op)) is not None:
-            assert isinstance(layer, Layer)
-            dot.layer = layer_path(path)
-            _check_layer(dot.layer, layer, dot)
-            parameter = parameters[id(layer.kernel)]
-            layers[dot.layer] = _Weight(layer, "kernel", parameter, dot)
-        for name, value in vars(layer).items():
-            dot = getattr(layer, dot_name(name), None)
-            if isinstance(value, nnx.Param) and isinstance(dot, FallbackDot):
-                dot.layer = layer_path((*path, name))
-                _check_dot(dot.layer, dot)
-                layers[dot.layer] = _Weight(layer, name, parameters[id(value)], dot)
+        ops = {
+            name: (getattr(layer, dot_name(name), None), (*path, name))
+            for name, value in vars(layer).items()
+            if isinstance(value, nnx.Param)
+        }
+        if isinstance(layer, Layer):
+            ops["kernel"] = dot_of(getattr(layer, layer_op(layer).name)), path
+        for name, (dot, place) in ops.items():
+            if isinstance(dot, FallbackDot):
+                dot.layer = layer_path(place)
+                _check_layer(dot.layer, layer, dot)
+                parameter = parameters[id(getattr(layer, name))]
+                layers[dot.layer] = _Weight(layer, name, parameter, dot)
     for path, module in modules.items():
         if isinstance(module, FallbackDot) and module.layer is None:
             if path and is_activations_dot(str(path[-1])):
@@ -174,19 +174,14 @@ def unknown_weight(layer: Layer) -> str | None:
     return None
 
 
-def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:
-    reason = unknown_weight(layer)
-    if reason is not None:
+def _check_layer(path: str, layer: nnx.Module, dot: FallbackDot) -> None:
+    if isinstance(layer, Layer) and (reason := unknown_weight(layer)) is not None:
         raise ValueError(
             f"freeze cannot tell what the layer {path!r} multiplies by: {reason}. "
             "Give it None in the rules"
         )
     if isinstance(layer, nnx.Conv) and layer.mask is not None:
         raise ValueError(f"freeze takes no nnx.Conv with a mask, as {path!r} has")
-    _check_dot(path, dot)
-
-
-def _check_dot(path: str, dot: FallbackDot) -> None:
     if dot.weight is not None:
         raise ValueError(f"freeze takes a model once; {path!r} is frozen already")
     check_recipe(dot.recipe, path)

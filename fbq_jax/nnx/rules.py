@@ -395,12 +395,7 @@ def _stack_shape(layer: MatchedLayer) -> tuple[int, ...]:
 def stack_axes(
     path: str, shape: tuple[int, ...], one: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The leading axes that a parameter has more than one layer's.
-
-    Args:
-      path: the path of the layer.
-      shape: the shape of its parameter.
-      one: the shape that one layer's parameter has.
+    """The leading axes that a layer's parameter has more than the one of one layer.
 
     Raises:
       ValueError: the axes of stacks are not the leading ones.

@@ -163,7 +163,7 @@ def stacks_of(model: nnx.Module) -> dict[str, tuple[int, ...]]:
 
 
 def stack_around(stacks: Mapping[str, tuple[int, ...]], module: str) -> tuple[int, ...]:
-    """The axes of the stacks that a module is in, from those of some modules."""
+    """The axes of the stacks that a module is in, given the stacks of some modules."""
     inside = [x for path, x in stacks.items() if f"{path}/".startswith(f"{module}/")]
     if inside or not module:
         return min(inside, key=len, default=())

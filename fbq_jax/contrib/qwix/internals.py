@@ -28,7 +28,7 @@ _wrap = _find("wrap_func_intercepted", "functions of JAX are replaced")
 _interceptors = _find("interception_manager._interceptors", "LoRA finds ops")
 # By thread and provider, whether the provider's functions are called.
 _threads = _find("interception_manager._intercepted_threads", "LoRA finds ops")
-# The module whose method is running; of those of NNX only Qwix keeps track.
+# The module whose method is running; only Qwix knows it if it is one of NNX.
 _get_module = _find("get_current_module", "products find their module", _MODULES)
 
 

@@ -115,8 +115,9 @@ def _shown_to_lora(weight: jax.Array) -> Iterator[None]:
 
     LoRA names its own parameters after the one that a layer multiplies by.
     """
-    if calling_module() is not None:
-        _refuse_frozen_linen()
+    if (linen := calling_module()) is not None:
+        if isinstance(linen.get_variable("params", KERNEL), FrozenKernel):
+            refuse_lora(layer_path(linen.path))
         yield
         return
     fields = vars(current_module() or nnx.Module())
@@ -128,14 +129,6 @@ def _shown_to_lora(weight: jax.Array) -> Iterator[None]:
         yield
     finally:
         fields.update(frozen)
-
-
-def _refuse_frozen_linen() -> None:
-    """Raises ValueError if the Linen layer that is running is frozen."""
-    module = calling_module()
-    assert module is not None
-    if isinstance(module.get_variable("params", KERNEL), FrozenKernel):
-        refuse_lora(layer_path(module.path))
 
 
 def refuse_lora(layer: str) -> NoReturn:
