@@ -62,19 +62,39 @@ def _name(model: Any) -> str:
 
 
 class DerivedClasses:
-    """Decorates a function that derives a class, which equal arguments give once.
+    """Derives classes of users' models, with their names; equal arguments give one.
 
-    It keeps neither the classes alive that it derives nor those that it derives from.
+    It keeps neither the classes alive that it derives nor those that it derives from,
+    which are their attribute ``unquantized``.
+
+    Args:
+      define: takes the arguments of a call and returns what else the class defines.
+      *bases: other base classes, before the user's.
     """
 
-    def __init__(self, derive: Callable[..., type]):
-        self._derive = derive
+    def __init__(self, define: Callable[..., dict[str, Any]], *bases: type):
+        self._define, self._bases = define, bases
         self._derived: weakref.WeakKeyDictionary[
             type, weakref.WeakValueDictionary[Hashable, type]
         ] = weakref.WeakKeyDictionary()
 
     def __call__(self, cls: type, *options: Hashable) -> Any:
-        """The class that is derived from a class with these options."""
-        derived = self._derived.setdefault(cls, weakref.WeakValueDictionary())
+        """The class that is derived from a class, or its original, with options."""
+        original = vars(cls).get("unquantized", cls)
+        derived = self._derived.setdefault(original, weakref.WeakValueDictionary())
         found = derived.get(options)
-        return found or derived.setdefault(options, self._derive(cls, *options))
+        return found or derived.setdefault(options, self._derive(original, *options))
+
+    def _derive(self, cls: Any, *options: Hashable) -> type:
+        fields = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "unquantized": cls,
+            **self._define(cls, *options),
+        }
+        if (before := getattr(cls, QWIX_BASE, None)) is not None:
+            # Qwix changes this class, without its own change, if LoRA is applied again.
+            fields[QWIX_BASE] = self(before, *options)
+        # Flax names modules by the name of their class.
+        return type(cls.__name__, (*self._bases, cls), fields)

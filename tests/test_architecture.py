@@ -39,10 +39,7 @@ fbq_jax/contrib/maxtext.py: layer._quant_dot_general_name
 fbq_jax/contrib/qwix/internals.py: 'interception_manager._intercepted_threads'
 fbq_jax/contrib/qwix/internals.py: 'interception_manager._interceptors'
 fbq_jax/contrib/qwix/internals.py: 'qwix._src.interception'
-fbq_jax/contrib/qwix/internals.py: frame.f_back
-fbq_jax/contrib/qwix/internals.py: frame.f_locals
-fbq_jax/contrib/qwix/internals.py: inspect.currentframe
-fbq_jax/contrib/qwix/nnx_classes.py: model.__class__
+fbq_jax/contrib/qwix/internals.py: 'qwix._src.utils.flax_util'
 fbq_jax/flax_internals.py: '_context'
 fbq_jax/flax_internals.py: '_module_fingerprint'
 fbq_jax/flax_internals.py: '_split_in_out_axes'

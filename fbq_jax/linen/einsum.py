@@ -57,23 +57,6 @@ class FallbackEinsum(QuantizedEinsum):
 fallback_einsum = FallbackEinsum()
 
 
-@dataclasses.dataclass(frozen=True)
-class ActivationsEinsum:
-    """An einsum of two activations, quantized if a rule names the product.
-
-    Attributes:
-      dot: has the rules.
-    """
-
-    dot: RulesDot
-
-    def __call__(self, subscripts: str, /, *operands: Any, **kwargs: Any) -> jax.Array:
-        """``jnp.einsum(subscripts, *operands, ...)``, or quantized."""
-        dot = self.dot.of_activations(operands[-1].shape)
-        einsum_op = jnp.einsum if dot is None else FallbackEinsum(dot)
-        return einsum_op(subscripts, *operands, **kwargs)
-
-
 class Einsum(nn.Einsum):
     """``nn.Einsum`` with a quantized einsum, which Flax's layer does not accept.
 

@@ -19,6 +19,7 @@ from flax.core import DenyList, unfreeze
 from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 
 from fbq_jax.core import threshold
+from fbq_jax.core.freezing import check_runs, find_kept_parameters
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
     FrozenWeight,
@@ -33,7 +34,6 @@ from fbq_jax.core.frozen_weight import (
 from fbq_jax.core.layer_stats import is_state
 from fbq_jax.core.serialization import serializable_static
 from fbq_jax.core.threshold import layer_path
-from fbq_jax.core.tracing import OUTPUTS, find_dependents, find_readers
 from fbq_jax.core.visitors import FoundCodes, visiting
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.linen.frozen import FrozenParameter, SharedWeight
@@ -124,27 +124,29 @@ def freeze(
     weights = {path: _weight(path, updates, making) for path in states}
     thetas = {_layer(p): (w.recipe, states[p]["theta"]) for p, w in weights.items()}
     check_thetas(thetas)
-    parameters = {path: _parameter_of(path, making, leaves) for path in states}
+    parameters = {_layer(path): _parameter_of(path, making, leaves) for path in states}
     # A frozen layer does not train.
     evaluation = DenyList(("params", *{collection for collection, *_ in states}))
     evaluated = {**kwargs, "mutable": evaluation}
-    kept = _check_uses(model, leaves, parameters, making, args, evaluated)
+    own_code = {layer for layer, (_, x) in making.made.items() if x.own_code}
+    kept = _find_kept(model, leaves, parameters, own_code, args, evaluated)
     frozen = dict(leaves)
     for path, weight in weights.items():
-        parameter, own_code = parameters[path], making.made[_layer(path)][1].own_code
+        layer = _layer(path)
+        parameter = parameters[layer]
         if parameter in kept:
             weight = replace(weight, kept=True)
         else:
             array = jax.tree.leaves(leaves[parameter])[0]  # the parameter may be boxed
-            stand_in = FrozenParameter if own_code else _LinenKernel
+            stand_in = FrozenParameter if layer in own_code else _LinenKernel
             frozen[parameter] = stand_in(weight.shape, jnp.dtype(array.dtype))
         in_state: FrozenWeight | SharedWeight = weight
-        if _layer(path) in making.shared:
+        if layer in making.shared:
             frozen[_with_parameters(path)] = weight
             in_state = SharedWeight()
         frozen[path] = {**states[path], WEIGHT: in_state}
     result = unflatten_dict(frozen)
-    _check_runs(model, result, args, evaluated)
+    check_runs(lambda: model.apply(result, *args, **evaluated))
     return result
 
 
@@ -274,57 +276,29 @@ def _parameter_of(path: Path, making: _Freezing, leaves: Mapping[Path, Any]) -> 
     return found
 
 
-def _check_uses(
+def _find_kept(
     model: nn.Module,
     leaves: Mapping[Path, Any],
-    parameters: Mapping[Path, Path],
-    making: _Freezing,
+    parameters: Mapping[str, Path],
+    own_code: Collection[str],
     args: Any,
     kwargs: Mapping[str, Any],
 ) -> set[Path]:
-    """Checks that codes can take the place of parameters.
-
-    Returns:
-      The parameters that stay, because the model's own code also reads them elsewhere.
-
-    Raises:
-      ValueError: the weight of a layer depends on the model's inputs, or something else
-        reads the kernel of a layer.
-    """
-
-    def call(params: dict[str, Any], inputs: Any) -> Any:
-        others, args, kwargs = inputs
-        named = {path: params["/".join(path)] for path in parameters.values()}
-        variables = unflatten_dict({**others, **named})
-        return model.apply(variables, *args, **kwargs)
-
-    floats = {"/".join(path): leaves[path] for path in parameters.values()}
+    """The parameters that stay beside their codes (``find_kept_parameters``)."""
+    names = {layer: "/".join(path[1:]) for layer, path in parameters.items()}
+    paths = {names[layer]: path for layer, path in parameters.items()}
     # Flax knows an empty node by its identity, which JAX does not keep.
-    empty = {path for path, value in leaves.items() if value is empty_node}
-    left_out = empty.union(parameters.values())
-    others = {path: x for path, x in leaves.items() if path not in left_out}
-    layers = making.made
-    for layer in find_dependents(
-        lambda inputs, fixed: call(fixed[0], (fixed[1], *inputs)),
-        (args, kwargs),
-        (floats, others),
-        layers,
-    ) - {OUTPUTS}:
-        raise ValueError(
-            f"freeze cannot quantize the weight of layer {layer!r} once: it depends on "
-            "the model's inputs. Fold the factor into the parameter, or give the layer "
-            "None in the rules"
-        )
-    read = find_readers(call, floats, (others, args, kwargs), layers)
-    for path, parameter in parameters.items():
-        own_code = making.made[_layer(path)][1].own_code
-        if "/".join(parameter) in read and not own_code:
-            raise ValueError(
-                f"freeze would remove {'/'.join(parameter[1:])!r}, which the model "
-                f"reads other than by the product of layer {_layer(path)!r}: give the "
-                "layer None in the rules"
-            )
-    return {path for path in parameters.values() if "/".join(path) in read}
+    others = {path: x for path, x in leaves.items() if x is not empty_node}
+    values = {name: others.pop(path) for name, path in paths.items()}
+
+    def call(values: dict[str, Any], others: Any, inputs: Any) -> Any:
+        args, kwargs = inputs
+        named = {paths[name]: value for name, value in values.items()}
+        return model.apply(unflatten_dict({**others, **named}), *args, **kwargs)
+
+    inputs = args, kwargs
+    kept = find_kept_parameters(call, names, own_code, values, others, inputs)
+    return {paths[name] for name in kept}
 
 
 @serializable_static
@@ -402,16 +376,3 @@ def _check_states(states: Mapping[Path, Any], leaves: Mapping[Path, Any]) -> Non
             "freeze takes a model once; these layers are already frozen: "
             f"{', '.join(again)}"
         )
-
-
-def _check_runs(
-    model: nn.Module, frozen: dict[str, Any], args: Any, kwargs: Any
-) -> None:
-    """Raises ValueError if the frozen model cannot run."""
-    try:
-        jax.eval_shape(lambda: model.apply(frozen, *args, **kwargs))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            "the frozen model does not run: a layer reads its kernel other than by "
-            "multiplying by it with its FallbackDot"
-        ) from error

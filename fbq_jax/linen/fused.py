@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ class NormDense(nn.Module):
         x = x.astype(self.dtype or x.dtype)
         _check(self, x)
         norm_scale = _Scale(self.param_dtype, name="norm")(x.shape[-1])
-        dense = _Projection(
+        dot, bias = _Projection(
             self.param_dtype,
             self.kernel_init,
             self.dot_general,
@@ -73,11 +73,11 @@ class NormDense(nn.Module):
             name="dense",
         )(x, x.shape[-1], self.features)
         contract_last = ((x.ndim - 1,), (0,)), ((), ())
-        out = DotArguments(contract_last).output(x, dense.dot.weight)
-        y = _run(self, x, norm_scale, [dense.dot], out)
-        if dense.bias is None:
+        out = DotArguments(contract_last).output(x, dot.weight)
+        y = _run(self, x, norm_scale, [dot], out)
+        if bias is None:
             return y
-        return y + dense.bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+        return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 class GatedMLP(nn.Module):
@@ -127,7 +127,7 @@ class GatedMLP(nn.Module):
         projections = [
             _Projection(
                 self.param_dtype, self.kernel_init, self.dot_general, name=name
-            )(x, *shape).dot
+            )(x, *shape)[0]
             for name, shape in shapes.items()
         ]
         return _run(self, x, norm_scale, projections, jax.typeof(x))
@@ -144,18 +144,6 @@ class _Scale(nn.Module):
         return self.param("scale", init, (size,), self.param_dtype)
 
 
-class _Linear(NamedTuple):
-    """One linear layer of a fused module.
-
-    Attributes:
-      dot: its weight, in the dtype of the computation, and its state.
-      bias: float ``[N]`` or None.
-    """
-
-    dot: LayerDot
-    bias: jax.Array | None
-
-
 class _Projection(nn.Module):
     """The parameters of ``nn.Dense`` and the state of its dot, under their names."""
 
@@ -165,7 +153,9 @@ class _Projection(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, size: int, *features: int) -> _Linear:
+    def __call__(
+        self, x: jax.Array, size: int, *features: int
+    ) -> tuple[LayerDot, jax.Array | None]:
         def init(key: jax.Array) -> jax.Array:
             shape = size, math.prod(features)
             kernel = self.kernel_init(key, shape, self.param_dtype)
@@ -178,7 +168,7 @@ class _Projection(nn.Module):
         # In training each device joins its shards of gate and up, inside ``_run``.
         dot = self.dot_general.layer_dot(x, kernel, _MATRICES, as_matrix=_as_matrix)
         assert dot is not None
-        return _Linear(dot, bias)
+        return dot, bias
 
 
 def _run(

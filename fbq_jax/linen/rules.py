@@ -13,20 +13,19 @@ from jax import lax
 from fbq_jax.core.arguments import DimensionNumbers, DotArguments, DotGeneral
 from fbq_jax.core.dot_general import LayerDot
 from fbq_jax.core.tracing import trace
-from fbq_jax.core.visitors import TraceContext, visiting
+from fbq_jax.core.visitors import Visitor, visiting, visitor
 from fbq_jax.linen.dot import ActivationsDot, FallbackDot
 from fbq_jax.linen.grouped_dense import GroupedDense
 from fbq_jax.linen.int8_flow import Block
 from fbq_jax.linen.state import calling_module
 from fbq_jax.linen.tracing import (
     ALL_STATE,
-    ProductRecorder,
+    Recorder,
     own_parameters,
     parameter_leaves,
 )
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.rules_report import (
-    ActivationProduct,
     FloatProduct,
     RulesReport,
     activation_product,
@@ -37,59 +36,29 @@ from fbq_jax.recipes.schema import Recipe
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, GroupedDense)
 
 
-@dataclasses.dataclass(eq=False)
-class _Tracing:
-    """An unfinished report.
-
-    Attributes:
-      dot: the object that reports.
-      found: maps the path of each layer to its pattern.
-      activations: maps the name of each product of two activations to it.
-      floats: the products that rules leave in float.
-    """
-
-    dot: "RulesDot"
-    found: dict[str, str | None]
-    activations: dict[str, ActivationProduct]
-    floats: list[FloatProduct]
-
-
 # What numbers are reserved for, in place of a collection: products of two activations,
 # and modules under ``nn.jit``.
 _PRODUCTS, _JIT = "fbq_activations", "fbq_jit"
-
-
-class Quantization(NamedTuple):
-    """What a quantized model does to the layers inside.
-
-    Attributes:
-      dot: their op.
-      run: calls a function, and gives the layers that run in it the op.
-    """
-
-    dot: "RulesDot"
-    run: Callable[["RulesDot", Callable[[], Any]], Any]
 
 
 class Root(NamedTuple):
     """A quantized model (``fbq_jax.quantize``), maybe inside a larger one.
 
     Attributes:
+      dot: the op of its layers.
+      run: calls a function, and gives the layers that run in it the op.
       path: its path in the larger one.
-      quantization: what it does to its layers.
     """
 
-    path: tuple[str, ...]
-    quantization: Quantization
+    dot: "RulesDot"
+    run: Callable[["RulesDot", Callable[[], Any]], Any]
+    path: tuple[str, ...] = ()
 
 
 #: The innermost quantized model that runs, a ``Root`` or None.  It is part of the key
 #: of JAX's trace caches: what was traced inside a quantized model is traced again
 #: outside.
 quantized_root = jax.make_user_context(None)
-
-# The report that a trace makes.
-_tracing: TraceContext[_Tracing | None] = TraceContext(None)
 
 
 def relative_path(module: nn.Module) -> str:
@@ -208,20 +177,16 @@ class RulesDot(DotGeneral):
             )
         path = relative_path(module)
         pattern, recipe = path_rules.first_match(self._pairs, path)
-        if (tracing := _tracing.value) is not None and tracing.dot == self:
-            tracing.found[path] = pattern
+        if (recorder := self._recorder()) is not None:
+            recorder.found[path] = pattern
             if recipe is None:
-                tracing.floats.append(FloatProduct(path, operand))
+                recorder.floats.append(FloatProduct(path, operand))
         return self._dot(recipe, kind)
 
     def of_activations(self, shape: tuple[int, ...]) -> FallbackDot | None:
         """The ``FallbackDot`` of the calling layer's next product of two activations.
 
-        Args:
-          shape: the shape of the product's right operand.
-
-        Returns:
-          None if the product stays unquantized.
+        It is None if the product, whose right operand has this shape, stays in float.
         """
         module = calling_module()
         assert module is not None
@@ -230,15 +195,15 @@ class RulesDot(DotGeneral):
         number = _next_number(scope, _PRODUCTS)
         name = path_rules.activations_name(relative_path(module), number)
         product = activation_product(self._pairs, name, shape)
-        if (tracing := _tracing.value) is not None and tracing.dot == self:
-            tracing.activations[name] = product
+        if (recorder := self._recorder()) is not None:
+            recorder.activations[name] = product
         return self._dot(product.recipe, ActivationsDot)
 
     @property
     def sees_activations(self) -> bool:
         """Whether products of two activations matter, to rules or to a report."""
         has_rules = bool(path_rules.activations_rules(self._pairs))
-        return has_rules or _tracing.value is not None
+        return has_rules or isinstance(visitor.value, Recorder)
 
     def names_activations(self, module: nn.Module) -> bool:
         """Whether a rule quantizes the first two products of activations in a layer."""
@@ -272,7 +237,7 @@ class RulesDot(DotGeneral):
           call this object, because they have another ``dot_general`` or none, count as
           unmatched.
         """
-        tracing = _Tracing(self, {}, {}, [])
+        recorder = Recorder(self)
         blocks: set[str] = set()  # whose own operators quantize their parameters
         ndims: dict[str, int] = {}
 
@@ -283,13 +248,13 @@ class RulesDot(DotGeneral):
             context: nn.module.InterceptorContext,
         ) -> Any:
             module, root = context.module, quantized_root.value
-            is_own = root is None or root.quantization.dot == self
+            is_own = root is None or root.dot == self
             # ``nn.remat(lambda layer, x: layer(x))(layer, x)`` first calls the lambda,
             # with a copy of the layer that has no path.
             is_method = hasattr(type(module), context.method_name)
             if is_own and is_method and isinstance(module, LAYERS):
                 layer = calling_module(self.collection)
-                tracing.found.setdefault(relative_path(layer or module), None)
+                recorder.found.setdefault(relative_path(layer or module), None)
             if isinstance(module, Block):
                 blocks.add(f"{relative_path(module)}/".lstrip("/"))
             out = call(*args, **kwargs)
@@ -308,26 +273,30 @@ class RulesDot(DotGeneral):
             model.apply(variables, *args, rngs=rngs, mutable=ALL_STATE, **kwargs)
             return variables.get("params", {})
 
-        with (
-            visiting(ProductRecorder()) as recorder,
-            _tracing(tracing),
-            nn.intercept_methods(see_module),
-        ):
+        with visiting(recorder), nn.intercept_methods(see_module):
             shapes = trace(run, rngs, args, kwargs)
         own = tuple(blocks)
+        leaves = {"/".join(path): leaf for path, leaf in parameter_leaves(shapes)}
         matrices = {
             path: leaf.shape
-            for path, leaf in parameter_leaves(shapes)
+            for path, leaf in leaves.items()
             if ndims.get(path, leaf.ndim) >= 2 and not path.startswith(own)
         }
         return rules_report(
             self._pairs,
-            tracing.found,
+            recorder.found,
             matrices,
             recorder.products,
-            tracing.activations.values(),
-            tracing.floats,
+            recorder.activations.values(),
+            recorder.floats,
         )
+
+    def _recorder(self) -> Recorder | None:
+        """What records a report of this object, if one is being made."""
+        active: Visitor = visitor.value
+        if isinstance(active, Recorder) and active.dot == self:
+            return active
+        return None
 
     @property
     def _pairs(self) -> path_rules.Pairs:

@@ -11,15 +11,31 @@ from flax.core import DenyList
 
 from fbq_jax.core.visitors import Visitor
 from fbq_jax.linen.state import KERNEL, LayerWeight
-from fbq_jax.recipes.rules_report import QuantizedParameter
+from fbq_jax.recipes.rules_report import (
+    ActivationProduct,
+    FloatProduct,
+    QuantizedParameter,
+)
 
 ALL_STATE = DenyList("params")  # all collections but the parameters
 
 
 @dataclasses.dataclass(eq=False)
-class ProductRecorder(Visitor):
-    """Records the quantized products with weights, without their rules."""
+class Recorder(Visitor):
+    """Records what a report says.
 
+    Attributes:
+      dot: the ``RulesDot`` that reports.
+      found: maps the path of each layer to its pattern.
+      activations: maps the name of each product of two activations to it.
+      floats: the products that rules leave in float.
+      products: the quantized products with weights, without their rules.
+    """
+
+    dot: Any
+    found: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    activations: dict[str, ActivationProduct] = dataclasses.field(default_factory=dict)
+    floats: list[FloatProduct] = dataclasses.field(default_factory=list)
     products: list[QuantizedParameter] = dataclasses.field(default_factory=list)
 
     def see(self, product: Any) -> Any:
@@ -58,11 +74,11 @@ def own_parameters(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: found[0].shape for name, found in leaves.items() if found}
 
 
-def parameter_leaves(params: Any) -> Iterator[tuple[str, Any]]:
+def parameter_leaves(params: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The path and the array of each parameter, which may be boxed."""
     for keys, leaf in jax.tree.leaves_with_path(params):
         dict_keys = (k for k in keys if isinstance(k, jax.tree_util.DictKey))
-        yield "/".join(str(k.key) for k in dict_keys), leaf
+        yield tuple(str(k.key) for k in dict_keys), leaf
 
 
 def _weight_name(module: nn.Module, rhs: Any) -> list[str]:

@@ -4,10 +4,10 @@ A quantized model has a class of its own, derived from the model's.  While one o
 methods runs, an interceptor of Flax gives each layer that runs inside its op.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
@@ -23,8 +23,8 @@ from fbq_jax.core.threshold import layer_path
 from fbq_jax.flax_internals import MethodWrapper, module_fingerprint, split_axes
 from fbq_jax.kernels.rounding import fold
 from fbq_jax.linen.conv import FallbackConv
-from fbq_jax.linen.einsum import ActivationsEinsum, FallbackEinsum, call_einsum
-from fbq_jax.linen.rules import Quantization, Root, RulesDot, quantized_root
+from fbq_jax.linen.einsum import FallbackEinsum, call_einsum
+from fbq_jax.linen.rules import Root, RulesDot, quantized_root
 from fbq_jax.linen.state import (
     calling_module,
     codes_collection,
@@ -33,7 +33,6 @@ from fbq_jax.linen.state import (
     sharing_states,
 )
 from fbq_jax.model_kind import (
-    QWIX_BASE,
     DerivedClasses,
     check_linen,
     check_unchanged_by_qwix,
@@ -129,8 +128,7 @@ def quantize_with(
             "variables: quantize it first, then pass them to its apply"
         )
     dot = rules if isinstance(rules, RulesDot) else RulesDot(rules)
-    original: Any = vars(type(model)).get("unquantized", type(model))
-    quantized = _new(original, Quantization(dot, run))
+    quantized = _new(type(model), Root(dot, run))
     vars(quantized).update(vars(model.clone()))
     report = dot.report(quantized, rngs, *args, **kwargs)
     warn_of_idle_rules(path_rules.as_pairs(dot.rules), report, stacklevel=3)
@@ -141,7 +139,7 @@ class _Quantized(MethodWrapper):
     """The base of the classes of quantized models, before the model's own class."""
 
     unquantized: type[nn.Module]
-    quantization: Quantization
+    quantization: Root
 
     def around_method(self, call: Callable[[], Any]) -> Any:
         out = _run(self, call)
@@ -162,41 +160,31 @@ class _Quantized(MethodWrapper):
         return _new, arguments, self.__dict__
 
 
-@DerivedClasses
-def _quantized_class(cls: Any, quantization: Quantization) -> type:
-    """The class of quantized models; equal arguments give the same class."""
-    fields = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        # Flax makes new ones of these for a class that has none of its own, and a
-        # model's may do more.
-        "__init__": cls.__init__,
-        "__eq__": cls.__eq__,
-        "__hash__": cls.__hash__,
-        "unquantized": cls,
-        "quantization": quantization,
-    }
-    if (before := getattr(cls, QWIX_BASE, None)) is not None:
-        # Qwix changes this class, without its own change, if LoRA is applied again.
-        original = vars(before).get("unquantized", before)
-        fields[QWIX_BASE] = _quantized_class(original, quantization)
-    # Flax names modules by the name of their class.
-    return type(cls.__name__, (_Quantized, cls), fields)
+def _define(cls: Any, quantization: Root) -> dict[str, Any]:
+    """What the class of a quantized model defines.
+
+    Flax makes new methods for a class that has none of its own, and a model's may do
+    more.
+    """
+    methods = {name: getattr(cls, name) for name in ("__init__", "__eq__", "__hash__")}
+    return {**methods, "quantization": quantization}
 
 
-def _new(cls: Any, quantization: Quantization) -> Any:
+_quantized_class = DerivedClasses(_define, _Quantized)
+
+
+def _new(cls: Any, quantization: Root) -> Any:
     """An empty quantized model, for ``pickle`` and ``copy``."""
     return object.__new__(_quantized_class(cls, quantization))
 
 
 def _run(model: Any, call: Callable[[], Any]) -> Any:
     """Calls a function of a quantized model, whose layers get their op."""
-    run, dot = model.quantization.run, model.quantization.dot
+    dot, run, _ = model.quantization
     if run is run_with_ops:
         check_unchanged_by_qwix(model, "fbq_jax.contrib.qwix.quantize")
     path = () if model.scope is None else model.path
-    root = Root(path, model.quantization)
+    root = Root(dot, run, path)
     if quantized_root.value == root:
         return call()
     with (
@@ -246,17 +234,22 @@ def run_with_ops(dot: RulesDot, call: Callable[[], Any]) -> Any:
         return call()
 
 
-@contextlib.contextmanager
-def inject_ops(dot: RulesDot) -> Iterator[None]:
-    """Gives layers that run in this context, and have a field for an op, the op."""
+def inject_ops(dot: RulesDot) -> AbstractContextManager[None]:
+    """A context in which layers that have a field for an op get the op."""
     ops: dict[str, tuple[Any, Any]] = {
         "dot_general": (lax.dot_general, dot),
         "conv_general_dilated": (lax.conv_general_dilated, FallbackConv(dot)),
         "einsum_op": (jnp.einsum, FallbackEinsum(dot)),
     }
+
+    def einsum_of_activations(subscripts: str, *operands: Any, **kwargs: Any) -> Any:
+        of_product = dot.of_activations(operands[-1].shape)
+        einsum = jnp.einsum if of_product is None else FallbackEinsum(of_product)
+        return einsum(subscripts, *operands, **kwargs)
+
     attention_ops = dict.fromkeys(
         ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"),
-        (None, functools.partial(ActivationsEinsum, dot)),
+        (None, lambda: einsum_of_activations),
     )
 
     def give_op(
@@ -267,7 +260,7 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
     ) -> Any:
         module: Any = context.module
         root = quantized_root.value
-        if root is None or root.quantization.dot != dot:
+        if root is None or root.dot != dot:
             return call(*args, **kwargs)  # the layer is in another quantized model
         if type(module).__call__ is nn.Einsum.__call__ and (
             context.method_name == "__call__"
@@ -276,7 +269,7 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
         taken = ops
         # Qwix reaches the products of activations in any code.
         if isinstance(module, nn.MultiHeadDotProductAttention) and (
-            root.quantization.run is run_with_ops and _takes_einsums(module, dot)
+            root.run is run_with_ops and _takes_einsums(module, dot)
         ):
             taken = ops | attention_ops
         given = {}
@@ -299,8 +292,8 @@ def inject_ops(dot: RulesDot) -> Iterator[None]:
             for name, value in values.items():
                 object.__setattr__(module, name, value)
 
-    with nn.intercept_methods(give_op):
-        yield
+    context: AbstractContextManager[None] = nn.intercept_methods(give_op)
+    return context
 
 
 def _takes_einsums(attention: nn.MultiHeadDotProductAttention, dot: RulesDot) -> bool:
@@ -349,7 +342,7 @@ def _carry_state(split_axes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(split_axes)
     def split_axes_with_state(variable_axes: Mapping[Any, Any]) -> Any:
         if (root := quantized_root.value) is not None:
-            collection = root.quantization.dot.collection
+            collection = root.dot.collection
             variable_axes = _with_codes(variable_axes, codes_collection(collection))
             if not any(in_filter(axis, collection) for axis in variable_axes):
                 axis = _state_axis(variable_axes, collection)

@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
+from fbq_jax.core.freezing import check_runs, find_kept_parameters
 from fbq_jax.core.frozen_weight import (
     FrozenKernel,
     as_array,
@@ -26,10 +27,10 @@ from fbq_jax.nnx.dot import (
 from fbq_jax.nnx.sharing import check_unshared
 from fbq_jax.nnx.tracing import (
     MakingCodes,
-    changing_weights,
     make_weights,
+    name_ops,
     parameter_paths,
-    read_parameters,
+    split_model,
     trace_call,
 )
 
@@ -95,37 +96,28 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     making = MakingCodes(layers)
     weights = make_weights(nnx.clone(model), making, args, kwargs)
     making.check_all_ran()
-    if changing := changing_weights(model, layers, args, kwargs):
-        raise ValueError(
-            f"freeze cannot quantize the weights of {', '.join(changing)} once: they "
-            "depend on the model's inputs. Fold the factor into the parameter, or give "
-            "the layer None in the rules"
-        )
-    names = [weight.parameter for weight in layers.values()]
-    read = read_parameters(model, names, layers, args, kwargs)
+    own_code = {p for p, w in layers.items() if not isinstance(w.layer, Layer)}
+    names = {path: weight.parameter for path, weight in layers.items()}
+    call, others = split_model(name_ops(model))
+    values = {name: others.pop(name) for name in set(names.values())}
+    kept = find_kept_parameters(
+        lambda values, others, inputs: call({**others, **values}, *inputs),
+        names,
+        own_code,
+        values,
+        others,
+        (args, kwargs),
+    )
     for path, weight in layers.items():
-        own_code = not isinstance(weight.layer, Layer)
-        if weight.parameter in read and not own_code:
-            raise ValueError(
-                f"freeze would remove {weight.parameter!r}, which the model reads "
-                f"other than by the product of layer {path!r}: give the layer None in "
-                "the rules"
-            )
         weight.dot.weight = nnx.data(FrozenCodes(weights[path]))
         weight.dot.axes = making.made[path][0]
         value = getattr(weight.layer, weight.name)
-        if weight.parameter not in read and isinstance(value, nnx.Param):
-            axes = 0 if own_code else len(weight.dot.theta.shape)
+        if weight.parameter not in kept and isinstance(value, nnx.Param):
+            axes = 0 if path in own_code else len(weight.dot.theta.shape)
             kernel: Any = FrozenKernel(value.shape[axes:], value.dtype)
-            kernel = nnx.Param(kernel) if own_code else kernel
+            kernel = nnx.Param(kernel) if path in own_code else kernel
             setattr(weight.layer, weight.name, kernel)
-    try:
-        trace_call(model, args, kwargs)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            "the frozen model does not run: it reads a layer's kernel other than by "
-            "multiplying by it with the layer's op. Give that layer None in the rules"
-        ) from error
+    check_runs(lambda: trace_call(model, args, kwargs))
     return model
 
 
@@ -143,19 +135,19 @@ def _find_layers(model: nnx.Module) -> dict[str, _Weight]:
     modules, parameters = dict(nnx.iter_modules(model)), parameter_paths(model)
     layers: dict[str, _Weight] = {}
     for path, layer in modules.items():
-        op = getattr(layer, layer_op(layer).name) if isinstance(layer, Layer) else None
-        if (dot := dot_of(op)) is not None:
-            assert isinstance(layer, Layer)
-            dot.layer = layer_path(path)
-            _check_layer(dot.layer, layer, dot)
-            parameter = parameters[id(layer.kernel)]
-            layers[dot.layer] = _Weight(layer, "kernel", parameter, dot)
-        for name, value in vars(layer).items():
-            dot = getattr(layer, dot_name(name), None)
-            if isinstance(value, nnx.Param) and isinstance(dot, FallbackDot):
-                dot.layer = layer_path((*path, name))
-                _check_dot(dot.layer, dot)
-                layers[dot.layer] = _Weight(layer, name, parameters[id(value)], dot)
+        ops = {
+            name: (getattr(layer, dot_name(name), None), (*path, name))
+            for name, value in vars(layer).items()
+            if isinstance(value, nnx.Param)
+        }
+        if isinstance(layer, Layer):
+            ops["kernel"] = dot_of(getattr(layer, layer_op(layer).name)), path
+        for name, (dot, place) in ops.items():
+            if isinstance(dot, FallbackDot):
+                dot.layer = layer_path(place)
+                _check_layer(dot.layer, layer, dot)
+                parameter = parameters[id(getattr(layer, name))]
+                layers[dot.layer] = _Weight(layer, name, parameter, dot)
     for path, module in modules.items():
         if isinstance(module, FallbackDot) and module.layer is None:
             if path and is_activations_dot(str(path[-1])):
@@ -182,19 +174,14 @@ def unknown_weight(layer: Layer) -> str | None:
     return None
 
 
-def _check_layer(path: str, layer: Layer, dot: FallbackDot) -> None:
-    reason = unknown_weight(layer)
-    if reason is not None:
+def _check_layer(path: str, layer: nnx.Module, dot: FallbackDot) -> None:
+    if isinstance(layer, Layer) and (reason := unknown_weight(layer)) is not None:
         raise ValueError(
             f"freeze cannot tell what the layer {path!r} multiplies by: {reason}. "
             "Give it None in the rules"
         )
     if isinstance(layer, nnx.Conv) and layer.mask is not None:
         raise ValueError(f"freeze takes no nnx.Conv with a mask, as {path!r} has")
-    _check_dot(path, dot)
-
-
-def _check_dot(path: str, dot: FallbackDot) -> None:
     if dot.weight is not None:
         raise ValueError(f"freeze takes a model once; {path!r} is frozen already")
     check_recipe(dot.recipe, path)

@@ -37,6 +37,11 @@ def name_layers(model: nnx.Module) -> None:
         dot.path = LayerPath(type(model).__name__ if path == ROOT else path)
 
 
+def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
+    """The modules of a model, by their paths."""
+    return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
+
+
 def dots_by_path(model: nnx.Module) -> dict[str, FallbackDot]:
     """The ``FallbackDot`` of each quantized layer, by the layer's path."""
     einsum, conv = LAYER_OPS[nnx.Einsum].name, LAYER_OPS[nnx.Conv].name

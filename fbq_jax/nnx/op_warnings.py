@@ -33,14 +33,10 @@ def is_made_in_call(op: nnx.Module) -> bool:
 
 
 def warn_if_shared(op: nnx.Module, weight: Any) -> None:
-    """Warns, once, if an op trains with weights of two shapes.
+    """Warns, once, if an op trains with a weight of another shape than before.
 
     Layers with equal shapes may be one layer that is called twice.  Only the owner of
     the model can tell them apart (``fbq_jax.nnx.check_unshared``).
-
-    Args:
-      op: the op that is being called.
-      weight: the arrays of the calling layer's weight.
     """
     shapes = [list(jnp.shape(x)) for x in jax.tree.leaves(weight)]
     before, _shapes[op] = _shapes.get(op, shapes), shapes
@@ -56,11 +52,7 @@ def warn_if_shared(op: nnx.Module, weight: Any) -> None:
 
 
 def warn_if_hidden(op: nnx.Module) -> None:
-    """Warns, once, if Qwix changed the model after a layer got an op.
-
-    Args:
-      op: the op that is being called.
-    """
+    """Warns, once, if Qwix changed the model after a layer got this op."""
     if hasattr(op, "qwix_path") and not seen_by_qwix.value:
         warn_first(
             "hidden from Qwix",

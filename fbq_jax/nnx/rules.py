@@ -5,7 +5,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from fbq_jax.nnx.dot import (
 )
 from fbq_jax.nnx.grouped_dense import GroupedDense
 from fbq_jax.nnx.int8_flow import Block
-from fbq_jax.nnx.naming import name_layers
+from fbq_jax.nnx.naming import modules_of, name_layers
 from fbq_jax.nnx.tracing import (
+    matrices,
     matrices_of,
     parameter_paths,
     read_parameters,
@@ -35,6 +36,7 @@ from fbq_jax.nnx.tracing import (
 from fbq_jax.recipes import fallback, path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import (
+    ActivationProduct,
     FloatProduct,
     QuantizedParameter,
     RulesReport,
@@ -42,6 +44,16 @@ from fbq_jax.recipes.rules_report import (
     warn_of_idle_rules,
 )
 from fbq_jax.recipes.schema import Recipe
+
+
+class MatchedLayer(NamedTuple):
+    """A layer that takes an op, and the rule that matches it; None if none does."""
+
+    path: str
+    module: nnx.Module
+    op: LayerOp
+    pattern: str | None
+    recipe: Recipe | None
 
 
 def quantize(
@@ -113,7 +125,7 @@ def quantize(
     path_rules.refuse_activations_rules(pairs, f"use {remedy}")
     quantize_rngs = take_rngs(model, args, kwargs, quantize_rngs)
     with unchanged_on_error(model):
-        found = quantize_layers(
+        layers = quantize_layers(
             model,
             pairs,
             rngs=quantize_rngs,
@@ -121,11 +133,11 @@ def quantize(
             ignore_precision=ignore_precision,
         )
         name_layers(model)
-        floats = shared_parameters(model, found)
+        floats: list[FloatProduct] = []
         if args or kwargs:
             try:
-                with _record_floats(model, pairs, found, floats):
-                    products = trace_products(model, args, kwargs)
+                traced = _recording_floats(model, layers, floats)
+                products = trace_products(traced, args, kwargs)
             except (TypeError, ValueError) as error:
                 if args and _is_random_state(args[0]):
                     raise TypeError(
@@ -135,49 +147,60 @@ def quantize(
                         f"{type(args[0]).__name__} here"
                     ) from error
                 raise
-            drop_unused_ops(model, pairs, found, products, args, kwargs)
+            drop_unused_ops(model, layers, products, args, kwargs)
         else:
-            products = _expected_products(model, pairs, found)
-        blocks = _paths_of_blocks(model)
-        matrices = {
-            path: shape
-            for path, shape in matrices_of(model).items()
-            if not path.startswith(blocks)
-        }
-    report = rules_report(pairs, found, matrices, products, (), floats)
-    warn_of_idle_rules(pairs, report, stacklevel=2)
-    return report
+            products = _expected_products(model, layers)
+    found = {layer.path: layer.pattern for layer in layers}
+    return report_on(model, pairs, found, products, (), floats)
 
 
-def shared_parameters(
-    model: nnx.Module, found: Mapping[str, str | None]
-) -> list[FloatProduct]:
-    """The layers whose parameters have the paths of other modules, as a tied head's.
+def report_on(
+    model: nnx.Module,
+    rules: Pairs,
+    found: Mapping[str, str | None],
+    products: Iterable[QuantizedParameter],
+    activation_products: Iterable[ActivationProduct],
+    float_products: Iterable[FloatProduct],
+) -> RulesReport:
+    """Makes the report of a model, and warns the caller's caller of idle rules.
 
-    Args:
-      model: the model.
-      found: maps the path of each layer to its pattern.
+    Other arguments than the model are as in ``rules_report``.
     """
-    names, modules = parameter_paths(model), dict(nnx.iter_modules(model))
-    return [
+    modules = modules_of(model).items()
+    # Their own operators quantize their parameters.
+    blocks = tuple(f"{p}/".lstrip("/") for p, m in modules if isinstance(m, Block))
+    matrices = {
+        path: shape
+        for path, shape in matrices_of(model).items()
+        if not path.startswith(blocks)
+    }
+    # A layer may have the parameter of another module, as a tied head does.
+    names = parameter_paths(model)
+    shared = [
         FloatProduct(path, names[id(value)])
-        for path, module in ((_join(parts), m) for parts, m in modules.items())
+        for path, module in modules
         if path in found
         for value in vars(module).values()
         if isinstance(value, nnx.Param)
     ]
+    report = rules_report(
+        rules,
+        found,
+        matrices,
+        products,
+        activation_products,
+        [*shared, *float_products],
+    )
+    warn_of_idle_rules(rules, report, stacklevel=3)
+    return report
 
 
-@contextlib.contextmanager
-def _record_floats(
-    model: nnx.Module,
-    rules: Pairs,
-    found: Mapping[str, str | None],
-    floats: list[FloatProduct],
-) -> Iterator[None]:
-    """Records the products of modules that rules leave in float, which have no ops.
+def _recording_floats(
+    model: nnx.Module, layers: Iterable[MatchedLayer], floats: list[FloatProduct]
+) -> nnx.Module:
+    """A copy of a model that records the products which rules leave in float.
 
-    Flax's layers multiply by parameters of their own.
+    They have no ops.  Flax's layers multiply by parameters of their own.
     """
 
     def record(path: str, op: LayerOp, *args: Any, **kwargs: Any) -> jax.Array:
@@ -185,20 +208,13 @@ def _record_floats(
         floats.append(FloatProduct(path, arrays[-1].shape))
         return op.unquantized(*args, **kwargs)
 
-    recipes, changed = dict(rules), []
-    for parts, module in nnx.iter_modules(model):
-        pattern, op = found.get(path := _join(parts)), _op_of(module)
-        if isinstance(module, Layer) or op is None or pattern is None:
-            continue
-        if recipes[pattern] is None:
-            changed.append((module, op))
-            op_in_trace = functools.partial(record, path, op)
-            setattr(module, op.name, nnx.static(op_in_trace))
-    try:
-        yield
-    finally:
-        for module, op in changed:
-            setattr(module, op.name, nnx.static(op.unquantized))
+    model = nnx.clone(model)
+    modules = modules_of(model)
+    for path, module, op, pattern, recipe in layers:
+        if recipe is None and pattern is not None and not isinstance(module, Layer):
+            value = nnx.static(functools.partial(record, path, op))
+            setattr(modules[path], op.name, value)
+    return model
 
 
 def take_rngs(
@@ -207,16 +223,10 @@ def take_rngs(
     kwargs: dict[str, Any],
     quantize_rngs: nnx.Rngs | None,
 ) -> nnx.Rngs | None:
-    """The ``quantize_rngs`` of a call, which once was ``rngs``.
+    """The ``quantize_rngs`` of a call of ``quantize``, which once was ``rngs``.
 
-    The model's own call may take ``rngs``, and then gets them.
-
-    Args:
-      model: a model that ``quantize`` was given.
-      args: the arguments of the model's call.
-      kwargs: the keyword arguments of ``quantize`` that are not its own.  Loses
-        ``rngs`` if they are its own.
-      quantize_rngs: what ``quantize`` was given.
+    The model's own call may take ``rngs``, and then gets them.  Otherwise ``kwargs``,
+    which are for that call, lose them.
     """
     if quantize_rngs is not None or "rngs" not in kwargs:
         return quantize_rngs
@@ -247,54 +257,37 @@ def unchanged_on_error(model: nnx.Module) -> Iterator[None]:
 
 
 def quantize_layers(
-    model: nnx.Module,
-    rules: Pairs,
-    *,
-    rngs: nnx.Rngs | None,
-    implementation: str | None,
-    ignore_precision: bool,
-) -> dict[str, str | None]:
-    """Gives each layer that takes an op its own; see ``quantize``.
+    model: nnx.Module, rules: Pairs, **options: Any
+) -> list[MatchedLayer]:
+    """Gives each layer that takes an op its own, with the options of ``FallbackDot``.
 
     Returns:
-      Maps the path of each such layer to the pattern that matched it, or None.
+      These layers, and those that no rule matches.
     """
     check_nnx("quantize", model)
-    DotConfig(fallback, implementation)  # checks the implementation
-    for _, module in nnx.iter_modules(model):
+    DotConfig(fallback, options["implementation"])  # checks it
+    layers = []
+    for path, module in modules_of(model).items():
         if isinstance(module, FallbackDot) and module.weight is not None:
             raise ValueError(
                 f"layer {module.layer!r} is frozen, and another op would lose its "
                 "codes: quantize takes the model from before it was frozen"
             )
-    found: dict[str, str | None] = {}
-    matched: list[tuple[str, nnx.Module, LayerOp, Recipe | None]] = []
-    for parts, module in nnx.iter_modules(model):
         if (op := _op_of(module)) is None:
             continue
-        path = _join(parts)
-        found[path], recipe = path_rules.first_match(rules, path)
-        if recipe is not None and isinstance(module, Layer):
-            stack_shape(path, module)  # raises an error before anything changes
-        if found[path] is not None:
-            matched.append((path, module, op, recipe))
-    for path, layer, op, recipe in matched:
-        _set_op(
-            path,
-            layer,
-            op,
-            recipe,
-            rngs=rngs,
-            implementation=implementation,
-            ignore_precision=ignore_precision,
-        )
-    return found
+        layer = MatchedLayer(path, module, op, *path_rules.first_match(rules, path))
+        if layer.recipe is not None:
+            _stack_shape(layer)  # raises an error before anything changes
+        layers.append(layer)
+    for layer in layers:
+        if layer.pattern is not None:
+            _set_op(layer, layer.recipe, **options)
+    return layers
 
 
 def drop_unused_ops(
     model: nnx.Module,
-    rules: Pairs,
-    found: Mapping[str, str | None],
+    layers: Iterable[MatchedLayer],
     products: Iterable[QuantizedParameter],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -302,70 +295,43 @@ def drop_unused_ops(
     """Takes the ops back from layers whose weight a call reads without them.
 
     Such an op would look like a layer that never trains.  A layer that did not run
-    keeps its op.
-
-    Args:
-      model: changed in place.
-      rules: all rules.
-      found: maps the path of each layer to the pattern that matched it, or None.
-      products: the quantized products of the call.
-      args: the arguments of the call.
-      kwargs: keyword arguments of the call.
+    keeps its op.  ``products`` are the quantized ones of the call.
     """
-    recipes, reached = dict(rules), {product.layer for product in products}
-    names = parameter_paths(model)
-    weights: dict[str, tuple[str, nnx.Module]] = {}
-    for parts, module in nnx.iter_modules(model):
-        path = _join(parts)
-        pattern = None if path in reached else found.get(path)
-        # A module that multiplies in its own code takes no op.
-        if pattern is None or recipes[pattern] is None or _op_of(module) is None:
-            continue
-        for value in vars(module).values():
-            if isinstance(value, nnx.Param) and getattr(value, "ndim", 0) >= 2:
-                weights[names[id(value)]] = path, module
+    reached, names = {product.layer for product in products}, parameter_paths(model)
+    weights = {
+        names[id(weight)]: layer
+        for layer in layers
+        if layer.recipe is not None and layer.path not in reached
+        for weight in _weights_of(layer.module)
+    }
     try:
-        read = read_parameters(model, weights, (), args, kwargs)
+        read = read_parameters(model, weights, args, kwargs)
     except UnknownDependentsError:
         return  # the report says which layers no op reached
     for name in read:
-        path, module = weights[name]
-        if (op := _op_of(module)) is not None:
-            _set_op(path, module, op, None, rngs=None)
-
-
-def _paths_of_blocks(model: nnx.Module) -> tuple[str, ...]:
-    """How the parameters of blocks begin whose own operators quantize them."""
-    modules = nnx.iter_modules(model)
-    blocks = [_join(path) for path, module in modules if isinstance(module, Block)]
-    return tuple(f"{path}/".lstrip("/") for path in blocks)
+        _set_op(weights[name], None)
 
 
 def _expected_products(
-    model: nnx.Module, rules: Pairs, found: Mapping[str, str | None]
+    model: nnx.Module, layers: Iterable[MatchedLayer]
 ) -> list[QuantizedParameter]:
     """The quantized products of layers, by the kinds of the layers."""
-    expected, recipes, names = [], dict(rules), parameter_paths(model)
-    for parts, module in nnx.iter_modules(model):
-        path = _join(parts)
-        pattern = found.get(path)
-        recipe = None if pattern is None else recipes[pattern]
-        if recipe is None:
-            continue
-        if isinstance(module, Layer):
-            weights = [module.kernel]
-        else:
-            params = (x for x in vars(module).values() if isinstance(x, nnx.Param))
-            weights = [x for x in params if getattr(x, "ndim", 0) >= 2]
-        if len(weights) == 1:
-            (weight,) = weights
-            row = names[id(weight)], weight.shape, path, None, recipe
-            expected.append(QuantizedParameter(*row))
-    return expected
+    names = parameter_paths(model)
+    return [
+        QuantizedParameter(
+            names[id(weight)], weight.shape, layer.path, None, layer.recipe
+        )
+        for layer in layers
+        if layer.recipe is not None and len(_weights_of(layer.module)) == 1
+        for weight in _weights_of(layer.module)
+    ]
 
 
-def _join(parts: Any) -> str:
-    return "/".join(map(str, parts))
+def _weights_of(module: nnx.Module) -> list[nnx.Param[Any]]:
+    """The parameters that a module may multiply by."""
+    if isinstance(module, Layer):
+        return [module.kernel]
+    return [value for _, value in matrices(module)]
 
 
 def _is_random_state(x: Any) -> bool:
@@ -390,57 +356,46 @@ def _op_of(module: nnx.Module) -> LayerOp | None:
     return None
 
 
-def _set_op(
-    path: str,
-    layer: nnx.Module,
-    op: LayerOp,
-    recipe: Recipe | None,
-    *,
-    rngs: nnx.Rngs | None,
-    **options: Any,
-) -> None:
-    """Gives a layer the op of a recipe, with the options of ``FallbackDot``.
-
-    None is the unquantized op.
-    """
+def _set_op(layer: MatchedLayer, recipe: Recipe | None, **options: Any) -> None:
+    """Gives a layer the op of a recipe, or the unquantized one for None."""
+    module, op = layer.module, layer.op
     if recipe is None:
         value = nnx.static(op.unquantized)
     else:
-        quantized = op.quantized(recipe, rngs=rngs, **options)
-        if isinstance(layer, Layer) and (shape := stack_shape(path, layer)):
+        quantized = op.quantized(recipe, **options)
+        if shape := _stack_shape(layer):
             dot = dot_of(quantized)
             assert dot is not None
-            dot.stack(shape, rngs)
+            dot.stack(shape, options["rngs"])
         value = nnx.data(quantized)
-    setattr(layer, op.name, value)
-    if isinstance(layer, nnx.LinearGeneral):
-        layer.dot_general_cls = None  # takes precedence over dot_general
+    setattr(module, op.name, value)
+    if isinstance(module, nnx.LinearGeneral):
+        module.dot_general_cls = None  # takes precedence over dot_general
 
 
-def stack_shape(path: str, layer: Layer) -> tuple[int, ...]:
+def _stack_shape(layer: MatchedLayer) -> tuple[int, ...]:
     """The numbers of layers in the stacks that a layer is; empty for one layer.
 
     Raises:
       ValueError: the axes of stacks are not the leading ones of the kernel.
     """
-    if isinstance(layer, nnx.Linear):
-        one: tuple[int, ...] = layer.in_features, layer.out_features
-    elif isinstance(layer, nnx.Einsum | nnx.Conv | GroupedDense):
-        one = tuple(layer.kernel_shape)
+    module = layer.module
+    if isinstance(module, nnx.Linear):
+        one: tuple[int, ...] = module.in_features, module.out_features
+    elif isinstance(module, nnx.Einsum | nnx.Conv | GroupedDense):
+        one = tuple(module.kernel_shape)
+    elif isinstance(module, nnx.LinearGeneral):
+        batch_axes = module.batch_axis.values()
+        one = *batch_axes, *module.in_features, *module.out_features
     else:
-        one = *layer.batch_axis.values(), *layer.in_features, *layer.out_features
-    return stack_axes(path, layer.kernel.shape, one)
+        return ()
+    return stack_axes(layer.path, module.kernel.shape, one)
 
 
 def stack_axes(
     path: str, shape: tuple[int, ...], one: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The leading axes that a parameter has more than one layer's.
-
-    Args:
-      path: the path of the layer.
-      shape: the shape of its parameter.
-      one: the shape that one layer's parameter has.
+    """The leading axes that a layer's parameter has more than the one of one layer.
 
     Raises:
       ValueError: the axes of stacks are not the leading ones.

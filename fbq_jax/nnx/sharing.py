@@ -37,22 +37,18 @@ def check_unshared(model: nnx.Module) -> None:
 give each layer its own
     """
     check_nnx("check_unshared", model, in_linen=False)
-    layers: dict[int, list[tuple[Any, ...]]] = {}
-    others: dict[int, list[tuple[Any, ...]]] = {}
-    ops = {}
+    holders: dict[int, tuple[Any, list[Any], list[Any]]] = {}
     for path, module in nnx.iter_modules(model):
         for name, op in vars(module).items():
             if isinstance(op, OPS):
-                ops[id(op)] = op
-                holders = layers if name in _NAMES else others
-                holders.setdefault(id(op), []).append(path)
-    for index, op in ops.items():
-        found = layers.get(index, [])
+                _, layers, others = holders.setdefault(id(op), (op, [], []))
+                (layers if name in _NAMES else others).append(path)
+    for op, layers, others in holders.values():
         # A module may keep the op of a layer inside it.
-        found += [
+        found = layers + [
             path
-            for path in others.get(index, [])
-            if not any(layer[: len(path)] == path for layer in found)
+            for path in others
+            if not any(layer[: len(path)] == path for layer in layers)
         ]
         if len(found) > 1:
             first, second = ("/".join(map(str, p)) or "(root)" for p in found[:2])

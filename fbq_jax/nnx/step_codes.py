@@ -99,7 +99,7 @@ def quantize_weights_once(
     }
     args, kwargs = jax.tree.map(as_array, (args, kwargs))
     try:
-        changing = changing_weights(model, constant, args, kwargs, of_kernels=True)
+        changing = changing_weights(model, constant, args, kwargs)
     except UnknownDependentsError:
         changing = list(constant)  # which the warning names
     constant.difference_update(changing)

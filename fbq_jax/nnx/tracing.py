@@ -1,8 +1,12 @@
-"""Traces NNX models: their products, and the codes of their weights."""
+"""Traces calls of NNX models: their products, and the codes of their weights.
+
+The models do not change.  Arrays among the arguments of a call may be
+``jax.ShapeDtypeStruct``.
+"""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,8 +40,8 @@ from fbq_jax.nnx.dot import (
     dot_name,
     is_activations_dot,
 )
-from fbq_jax.nnx.naming import dots_by_path
-from fbq_jax.recipes.rules_report import QuantizedParameter
+from fbq_jax.nnx.naming import dots_by_path, modules_of
+from fbq_jax.recipes.rules_report import QuantizedParameter, is_adapter
 
 # The attribute of an op with the codes that it is making.
 _MADE = "made"
@@ -74,7 +78,7 @@ def name_ops(model: nnx.Module) -> nnx.Module:
 
 
 def trace_call(model: nnx.Module, args: Any, kwargs: Any) -> None:
-    """Traces a call of a model, which does not change, and computes nothing."""
+    """Traces a call of a model, and computes nothing."""
     call, variables = split_model(model)
 
     def run(*inputs: Any) -> None:
@@ -83,20 +87,35 @@ def trace_call(model: nnx.Module, args: Any, kwargs: Any) -> None:
     trace(run, variables, args, kwargs)
 
 
-def trace_products(
-    model: nnx.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[QuantizedParameter]:
-    """The quantized products of a call, without their rules; computes nothing.
+@dataclasses.dataclass(eq=False)
+class ProductRecorder(Visitor):
+    """Records the quantized products, without their rules."""
 
-    Args:
-      model: does not change.
-      args: the arguments of a call; arrays may be ``jax.ShapeDtypeStruct``.
-      kwargs: keyword arguments of the same call.
+    products: list[QuantizedParameter] = dataclasses.field(default_factory=list)
+
+    def see(self, product: Any) -> Any:
+        """Records a product."""
+        if isinstance(product, DotProduct):
+            layer, shape, recipe = product.layer, product.rhs.shape, product.dot.recipe
+            row = layer, shape, layer, None, recipe, product.ignores_precision
+            self.products.append(QuantizedParameter(*row))
+        return product
+
+
+def trace_products(
+    model: nnx.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    recorder: ProductRecorder | None = None,
+) -> list[QuantizedParameter]:
+    """The quantized products of a call, without their rules.
+
+    A ``recorder`` may record more of the trace.
     """
-    with visiting(_ProductRecorder()) as recorder:
+    with visiting(recorder or ProductRecorder()) as recorder:
         trace_call(name_ops(model), args, kwargs)
-    modules = {_join(path): module for path, module in nnx.iter_modules(model)}
-    dots, names = dots_by_path(model), parameter_paths(model)
+    modules, dots = modules_of(model), dots_by_path(model)
+    names = parameter_paths(model)
     products = []
     for product in recorder.products:
         path = "" if product.layer == ROOT else product.layer
@@ -125,26 +144,45 @@ def matrices_of(model: nnx.Module) -> dict[str, tuple[int, ...]]:
     A parameter with the axes of a stack is one of its layers' if the layers around it
     are in that stack.
     """
+    stacks, shapes = stacks_of(model), {}
+    for keys, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
+        path = _join(k.key for k in keys if isinstance(k, jax.tree_util.DictKey))
+        stack = stack_around(stacks, path.rpartition("/")[0])
+        if leaf.ndim - len(stack) * (set(stack) <= set(leaf.shape)) >= 2:
+            shapes[path] = leaf.shape
+    return shapes
+
+
+def stacks_of(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """The axes of the stacks that quantized layers are in, by the layers' paths."""
     stacks = {}
     for path, dot in dots_by_path(model).items():
         is_own = path.endswith(dot_name("")) or path == ROOT
         stacks[path.rpartition("/")[0] if is_own else path] = dot.theta.shape
+    return stacks
 
-    def stack_around(module: str) -> tuple[int, ...]:
-        inside = [
-            x for path, x in stacks.items() if f"{path}/".startswith(f"{module}/")
-        ]
-        if inside or not module:
-            return min(inside, key=len, default=())
-        return stack_around(module.rpartition("/")[0])
 
-    shapes = {}
-    for keys, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
-        path = _join(k.key for k in keys if isinstance(k, jax.tree_util.DictKey))
-        stack = stack_around(path.rpartition("/")[0])
-        if leaf.ndim - len(stack) * (set(stack) <= set(leaf.shape)) >= 2:
-            shapes[path] = leaf.shape
-    return shapes
+def stack_around(stacks: Mapping[str, tuple[int, ...]], module: str) -> tuple[int, ...]:
+    """The axes of the stacks that a module is in, given the stacks of some modules."""
+    inside = [x for path, x in stacks.items() if f"{path}/".startswith(f"{module}/")]
+    if inside or not module:
+        return min(inside, key=len, default=())
+    return stack_around(stacks, module.rpartition("/")[0])
+
+
+def matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
+    """The parameters of two or more dimensions that a module multiplies by itself.
+
+    ``ToNNX`` leaves that to the Linen module inside, whose variables all its attributes
+    are.
+    """
+    if isinstance(module, nnx.bridge.ToNNX):
+        return
+    for name, value in vars(module).items():
+        if not isinstance(value, nnx.Param) or is_adapter(str(name)):
+            continue
+        if getattr(value, "ndim", 0) >= 2:
+            yield name, value
 
 
 def parameter_paths(model: nnx.Module) -> dict[int, str]:
@@ -160,21 +198,9 @@ def parameter_paths(model: nnx.Module) -> dict[int, str]:
 
 
 def read_parameters(
-    model: nnx.Module,
-    names: Iterable[str],
-    layers: Iterable[str],
-    args: Any,
-    kwargs: Any,
+    model: nnx.Module, names: Iterable[str], args: Any, kwargs: Any
 ) -> list[str]:
-    """The parameters that a call reads other than by products of layers.
-
-    Args:
-      model: does not change.
-      names: the paths of the parameters to look for.
-      layers: the paths of the layers' ops.
-      args: the arguments of a call.
-      kwargs: keyword arguments of the same call.
-    """
+    """The parameters, of those with the given paths, that a call reads."""
     call, others = split_model(name_ops(model))
     values = {name: others.pop(name) for name in dict.fromkeys(names)}
 
@@ -182,34 +208,18 @@ def read_parameters(
         others, args, kwargs = inputs
         return call({**others, **values}, args, kwargs)
 
-    return find_readers(run, values, (others, args, kwargs), list(layers))
+    return find_readers(run, values, (others, args, kwargs), ())
 
 
 def changing_weights(
-    model: nnx.Module,
-    layers: Iterable[str],
-    args: Any,
-    kwargs: Any,
-    *,
-    of_kernels: bool = False,
+    model: nnx.Module, layers: Iterable[str], args: Any, kwargs: Any
 ) -> list[str]:
-    """The layers whose weights are not the same in each call.
-
-    Args:
-      model: does not change.
-      layers: the paths of the layers' ops.
-      args: the arguments of a call.
-      kwargs: keyword arguments of the same call.
-      of_kernels: whether weights may depend on parameters ``kernel`` only; otherwise
-        they may depend on all variables.
-    """
+    """The layers whose weights depend on more than parameters ``kernel``."""
     call, variables = split_model(name_ops(model))
     changing = {
         name: variables.pop(name)
         for name, value in list(variables.items())
-        if of_kernels
-        and not name.endswith("kernel")
-        and not isinstance(value, FallbackState)
+        if not name.endswith("kernel") and not isinstance(value, FallbackState)
     }
 
     def run(moving: Any, fixed: Any) -> Any:
@@ -218,21 +228,6 @@ def changing_weights(
 
     moving = changing, args, kwargs
     return sorted(find_dependents(run, moving, variables, list(layers)) - {OUTPUTS})
-
-
-@dataclasses.dataclass(eq=False)
-class _ProductRecorder(Visitor):
-    """Records the quantized products, without their rules."""
-
-    products: list[QuantizedParameter] = dataclasses.field(default_factory=list)
-
-    def see(self, product: Any) -> Any:
-        """Records a product."""
-        if isinstance(product, DotProduct):
-            layer, shape, recipe = product.layer, product.rhs.shape, product.dot.recipe
-            row = layer, shape, layer, None, recipe, product.ignores_precision
-            self.products.append(QuantizedParameter(*row))
-        return product
 
 
 @dataclasses.dataclass(eq=False)
@@ -298,13 +293,8 @@ def make_weights(
 ) -> dict[str, Any]:
     """The codes that the layers of a model make of their weights, by their paths.
 
-    A call of the model is compiled, of which XLA keeps only what makes the codes.
-
-    Args:
-      model: its ops have the paths that ``making`` asks for.
-      making: the layers, and what their codes are for.
-      args: the arguments of a call; arrays may be ``jax.ShapeDtypeStruct``.
-      kwargs: keyword arguments of the same call.
+    The ops have the paths that ``making`` asks for.  A call of the model is compiled,
+    of which XLA keeps only what makes the codes.
     """
     with visiting(making):
         trace_call(model, args, kwargs)

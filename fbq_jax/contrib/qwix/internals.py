@@ -3,22 +3,20 @@
 Qwix's providers do the rest.
 """
 
-import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 from qwix import LoraProvider, QuantizationProvider
 
 from fbq_jax.flax_internals import find_private
-from fbq_jax.linen.state import calling_module
 
-_INTERCEPTION = "qwix._src.interception"
+_INTERCEPTION, _MODULES = "qwix._src.interception", "qwix._src.utils.flax_util"
 
 
-def _find(name: str, use: str) -> Any:
-    return find_private(_INTERCEPTION, name, use)
+def _find(name: str, use: str, module: str = _INTERCEPTION) -> Any:
+    return find_private(module, name, use)
 
 
 #: What a provider calls the function by which JAX calls a primitive.
@@ -30,39 +28,29 @@ _wrap = _find("wrap_func_intercepted", "functions of JAX are replaced")
 _interceptors = _find("interception_manager._interceptors", "LoRA finds ops")
 # By thread and provider, whether the provider's functions are called.
 _threads = _find("interception_manager._intercepted_threads", "LoRA finds ops")
+# The module whose method is running; only Qwix knows it if it is one of NNX.
+_get_module = _find("get_current_module", "products find their module", _MODULES)
 
 
 def intercepted(
     function: Callable[[], Any], provider: QuantizationProvider, *, disable_jit: bool
 ) -> Callable[[], Any]:
-    """A function in which a provider replaces functions, in the thread that calls it.
+    """The function, in which a provider replaces others, in the thread that calls it.
 
-    Args:
-      function: the function that is called.
-      provider: says which functions it replaces.
-      disable_jit: whether the function runs in ``jax.disable_jit``.
+    It may run in ``jax.disable_jit``.
     """
     (interceptor,) = provider.get_interceptors()
     found: Callable[[], Any] = _wrap(function, interceptor, disable_jit=disable_jit)
     return found
 
 
-def running_modules() -> Iterator[nnx.Module]:
-    """The NNX modules whose methods are running, innermost first.
-
-    As Qwix does, it takes what a running function calls ``self``.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nnx.Module):
-            yield module
-        frame = frame.f_back
-
-
 def current_module() -> nnx.Module | None:
     """The NNX module whose method is running; None outside NNX modules."""
-    return None if calling_module() is not None else next(running_modules(), None)
+    try:
+        module = _get_module()
+    except ValueError:  # none is running
+        return None
+    return module if isinstance(module, nnx.Module) else None
 
 
 def is_lora_active(function: str = "") -> bool:

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import jax
 from flax import linen as nn
 from flax.core import Scope
 
@@ -16,6 +15,7 @@ from fbq_jax.linen.dot import ParameterDot
 from fbq_jax.linen.frozen import FrozenParameter
 from fbq_jax.linen.rules import RulesDot
 from fbq_jax.linen.state import Parameter, calling_module, can_keep_state
+from fbq_jax.linen.tracing import parameter_leaves
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
 from fbq_jax.recipes.rules_report import (
     NOT_REACHED,
@@ -50,6 +50,7 @@ def quantize(
 
     A call outside ``jit`` runs without ``jit`` inside, slowly.
 
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from fbq_jax import recipes
     >>> class Model(nn.Module):
@@ -128,8 +129,8 @@ class LinenModules:
         return variables
 
     def _add_all(self, tree: Any, path: tuple[str, ...]) -> None:
-        for keys, leaf in jax.tree.leaves_with_path(tree):
-            self._add(leaf, (*path, *_names(keys)), leaf)
+        for names, leaf in parameter_leaves(tree):
+            self._add(leaf, (*path, *names), leaf)
 
     def _add(self, array: Any, path: tuple[str, ...], value: Any) -> None:
         self.parameters[id(array)] = array, Parameter(path, value, own_code=True)
@@ -170,8 +171,3 @@ class LinenModules:
         """Whether the state of the running module can leave what JAX traces."""
         module = calling_module()
         return module is not None and can_keep_state(module.scope)
-
-
-def _names(path: tuple[Any, ...]) -> list[str]:
-    """The path of a Linen parameter, which may be boxed."""
-    return [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,40 +12,41 @@ from flax import nnx
 from fbq_jax.contrib.qwix.nnx_modules import NnxModules
 from fbq_jax.contrib.qwix.providers import call_quantized
 from fbq_jax.core.frozen_weight import FrozenKernel
-from fbq_jax.model_kind import QWIX_BASE, DerivedClasses
+from fbq_jax.model_kind import DerivedClasses
 from fbq_jax.nnx.op_warnings import seen_by_qwix
 
+M = TypeVar("M", bound=nnx.Module)
 
-def reach_products(model: nnx.Module) -> None:
-    """Changes the class of a model to a derived one, in whose methods they are reached.
 
-    The modules of a model may refer to it, so it stays the same object.
+def reaching_products(model: M) -> M:
+    """A model of a derived class, in whose methods products are reached.
+
+    It has the modules of the given one, in which it takes that one's place.
     """
-    original = vars(type(model)).get("unquantized", type(model))
-    model.__class__ = intercepting_class(original)
+    derived: M = object.__new__(_intercepting_class(type(model)))
+    vars(derived).update(vars(model))
+    for _, node in list(nnx.iter_graph(derived)):
+        if isinstance(node, list):
+            node[:] = [derived if x is model else x for x in node]
+        elif isinstance(node, dict | nnx.Pytree):
+            fields = node if isinstance(node, dict) else vars(node)
+            fields.update({name: derived for name, x in fields.items() if x is model})
+    return derived
 
 
-@DerivedClasses
-def intercepting_class(cls: Any) -> Any:
-    """A class derived from a model's, in whose methods products are reached."""
-    fields: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "unquantized": cls,
-        "__reduce_ex__": _reduce,
-    }
-    if (before := getattr(cls, QWIX_BASE, None)) is not None:
-        # Qwix changes this class, without its own change, if LoRA is applied again.
-        is_quantized = "unquantized" in vars(before)
-        fields[QWIX_BASE] = before if is_quantized else intercepting_class(before)
+def _define(cls: Any) -> dict[str, Any]:
+    """What a class defines in whose methods products are reached."""
+    fields: dict[str, Any] = {"__reduce_ex__": _reduce}
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
         public = name == "__call__" or not name.startswith("_")
         inherited = any(name in vars(base) for base in nnx.Module.__mro__)
         if public and inspect.isfunction(method) and not inherited:
             fields[name] = _reaching_products(method)
-    return type(cls.__name__, (cls,), fields)
+    return fields
+
+
+_intercepting_class = DerivedClasses(_define)
 
 
 def _reduce(model: Any, protocol: Any) -> Any:
@@ -59,7 +60,7 @@ def _reduce(model: Any, protocol: Any) -> Any:
 
 
 def _unpickle(new: Callable[..., Any], cls: Any, *args: Any) -> Any:
-    return new(intercepting_class(cls), *args)
+    return new(_intercepting_class(cls), *args)
 
 
 def _reaching_products(method: Callable[..., Any]) -> Callable[..., Any]:

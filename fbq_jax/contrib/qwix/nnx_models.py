@@ -5,13 +5,11 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from fbq_jax.contrib.qwix.nnx_classes import reach_products
+from fbq_jax.contrib.qwix.nnx_classes import reaching_products
 from fbq_jax.contrib.qwix.nnx_modules import (
-    Place,
+    OwnProducts,
     first_variable,
-    matrices,
-    modules_of,
-    record_activations,
+    record_products,
 )
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
@@ -20,22 +18,22 @@ from fbq_jax.nnx.dot import (
     dot_name,
     is_activations_dot,
 )
-from fbq_jax.nnx.naming import name_layers
+from fbq_jax.nnx.naming import modules_of, name_layers
 from fbq_jax.nnx.rules import (
     drop_unused_ops,
     quantize_layers,
-    shared_parameters,
+    report_on,
     stack_axes,
     take_rngs,
 )
-from fbq_jax.nnx.tracing import matrices_of, parameter_paths, trace_products
-from fbq_jax.recipes import path_rules
-from fbq_jax.recipes.rules_report import (
-    ActivationProduct,
-    RulesReport,
-    rules_report,
-    warn_of_idle_rules,
+from fbq_jax.nnx.tracing import (
+    matrices,
+    parameter_paths,
+    stack_around,
+    stacks_of,
 )
+from fbq_jax.recipes import path_rules
+from fbq_jax.recipes.rules_report import RulesReport
 from fbq_jax.recipes.schema import Recipe
 
 M = TypeVar("M", bound=nnx.Module)
@@ -95,28 +93,20 @@ def quantize_nnx(
         "implementation": implementation,
         "ignore_precision": ignore_precision,
     }
-    model = nnx.clone(model, variables=False)
-    reach_products(model)
-    found = quantize_layers(model, pairs, **options)
+    model = reaching_products(nnx.clone(model, variables=False))
+    layers = quantize_layers(model, pairs, **options)
+    found = {layer.path: layer.pattern for layer in layers}
     modules = modules_of(model)
     others = {
         path: path_rules.first_match(pairs, path)
         for path, module in modules.items()
         if path not in found and any(True for _ in matrices(module))
     }
-    for path in others:
-        for name, _ in list(matrices(modules[path])):
-            vars(modules[path]).pop(dot_name(name), None)  # of earlier rules
-    _drop_activations(modules)
-    with record_activations(model) as recorded:
-        trace_products(model, args, kwargs)
-    _set_own_code(modules, others, recorded.weights, options)
-    if path_rules.activations_rules(pairs):
-        with record_activations(model) as recorded:
-            trace_products(model, args, kwargs)
-        _set_activations(modules, recorded.products(pairs), recorded.places, options)
-    with record_activations(model) as recorded:
-        products = trace_products(model, args, kwargs)
+    for module in modules.values():
+        _drop_ops(module)  # of earlier rules
+    recorded, _ = record_products(model, args, kwargs)
+    _set_ops(model, pairs, others, recorded, options)
+    recorded, products = record_products(model, args, kwargs)
     quantized = {(product.layer, product.parameter) for product in products}
     names = parameter_paths(model)
     for layer, name in recorded.weights:
@@ -126,67 +116,49 @@ def quantize_nnx(
         parameter = names[id(getattr(modules[layer], name))]
         if (layer, parameter) not in quantized:
             vars(modules[layer]).pop(dot_name(name), None)
-    drop_unused_ops(model, pairs, found, products, args, kwargs)
+    drop_unused_ops(model, layers, products, args, kwargs)
     name_layers(model)
-    activations = recorded.products(pairs).values()
-    floats = shared_parameters(model, found)
-    report = rules_report(
-        pairs, found, matrices_of(model), products, activations, floats
-    )
-    warn_of_idle_rules(pairs, report, stacklevel=2)
-    return model, report
+    activations = recorded.products_by(pairs).values()
+    return model, report_on(model, pairs, found, products, activations, ())
 
 
-def _set_own_code(
-    modules: Mapping[str, nnx.Module],
-    matches: Mapping[str, path_rules.Match],
-    weights: Mapping[tuple[str, str], tuple[int, ...]],
-    options: dict[str, Any],
-) -> None:
-    """Gives modules their ops for the parameters that they multiply by themselves.
-
-    Args:
-      modules: maps paths to modules.
-      matches: maps the paths of those whose own code may multiply to their rules.
-      weights: maps the path of a module and the name of a parameter to its shape,
-        without the axes of stacks.
-      options: of ``FallbackDot``.
-    """
-    for (path, name), shape in weights.items():
-        recipe = matches[path].recipe if path in matches else None
-        if recipe is None:
-            continue
-        dot = FallbackDot(recipe, **options)
-        if stack := stack_axes(path, getattr(modules[path], name).shape, shape):
-            dot.stack(stack, options["rngs"])
-        setattr(modules[path], dot_name(name), nnx.data(dot))
-
-
-def _drop_activations(modules: Mapping[str, nnx.Module]) -> None:
-    """Removes the ops that earlier rules gave to products of two activations."""
-    for module in modules.values():
-        for name in list(filter(is_activations_dot, vars(module))):
+def _drop_ops(module: nnx.Module) -> None:
+    """Removes the ops of products in a module's own code."""
+    of_weights = {dot_name(name) for name, _ in matrices(module)}
+    for name in list(vars(module)):
+        if name in of_weights or is_activations_dot(name):
             delattr(module, name)
 
 
-def _set_activations(
-    modules: Mapping[str, nnx.Module],
-    products: Mapping[tuple[str, int], ActivationProduct],
-    places: Mapping[tuple[str, int], Place],
+def _set_ops(
+    model: nnx.Module,
+    rules: path_rules.Pairs,
+    matches: Mapping[str, path_rules.Match],
+    recorded: OwnProducts,
     options: dict[str, Any],
 ) -> None:
-    """Gives products of two activations their ops."""
-    for key, product in products.items():
-        if product.recipe is None:
-            continue
-        dot, place = FallbackDot(product.recipe, **options), places[key]
-        owner = place.module
-        stack: tuple[int, ...] = ()
-        variable = None if owner is None else first_variable(modules[owner])
-        if owner is not None and variable is not None:
-            # A stack of modules has the axes that its variables have.
-            stack = stack_axes(owner, variable.shape, place.variable)
-        if stack:
+    """Gives modules the ops of products in their own code.
+
+    ``matches`` has the rules of modules that may multiply by their parameters.
+    """
+    modules, stacks = modules_of(model), stacks_of(model)
+    # A stack of modules has the axes that its variables have.
+    for path, shape in recorded.variables.items():
+        variable = first_variable(modules[path])
+        assert variable is not None
+        stacks[path] = stack_axes(path, variable.shape, shape)
+
+    def set_op(path: str, name: str, recipe: Recipe | None) -> None:
+        if recipe is None:
+            return
+        dot = FallbackDot(recipe, **options)
+        if stack := stack_around(stacks, path):
             dot.stack(stack, options["rngs"])
-        path, number = key
-        setattr(modules[path], activations_dot_name(number), nnx.data(dot))
+        setattr(modules[path], name, nnx.data(dot))
+
+    for (path, name), shape in recorded.weights.items():
+        stacks[path] = stack_axes(path, getattr(modules[path], name).shape, shape)
+        if path in matches:
+            set_op(path, dot_name(name), matches[path].recipe)
+    for (path, number), product in recorded.products_by(rules).items():
+        set_op(path, activations_dot_name(number), product.recipe)

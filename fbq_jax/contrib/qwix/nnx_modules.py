@@ -1,109 +1,71 @@
 """The modules of NNX models: which of them a product belongs to."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import nnx
 from flax.errors import TraceContextError
 
-from fbq_jax.contrib.qwix.internals import current_module, running_modules
+from fbq_jax.contrib.qwix.internals import current_module
 from fbq_jax.contrib.qwix.products import Op
-from fbq_jax.core.visitors import TraceContext
+from fbq_jax.core.visitors import Visitor, visitor
 from fbq_jax.nnx.dot import activations_dot_name, dot_name, is_activations_dot
+from fbq_jax.nnx.naming import modules_of
+from fbq_jax.nnx.tracing import ProductRecorder, matrices, trace_products
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.path_rules import Pairs
 from fbq_jax.recipes.rules_report import (
     ActivationProduct,
+    QuantizedParameter,
     activation_product,
-    is_adapter,
 )
 
-# The attribute with the path of a module while ``quantize_nnx`` traces the model.
+# The attribute with the path of a module that ``quantize_nnx`` traces.
 _PATH = "fbq_jax_path"
 
 
-def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
-    """The modules of a model, by their paths."""
-    return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
-
-
-def matrices(module: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
-    """The parameters of two or more dimensions that a module multiplies by itself.
-
-    ``ToNNX`` leaves that to the Linen module inside, whose variables all its attributes
-    are.
-    """
-    if isinstance(module, nnx.bridge.ToNNX):
-        return
-    for name, value in vars(module).items():
-        if not isinstance(value, nnx.Param) or is_adapter(str(name)):
-            continue
-        if getattr(value, "ndim", 0) >= 2:
-            yield name, value
-
-
-class Place(NamedTuple):
-    """Where a model computes a product of two activations.
-
-    Attributes:
-      shape: the shape of the right operand.
-      module: the path of the module around it that has variables; None if none has.
-      variable: the shape of the first variable of that module, without the axes of
-        stacks.
-    """
-
-    shape: tuple[int, ...]
-    module: str | None
-    variable: tuple[int, ...]
-
-
 @dataclasses.dataclass(eq=False)
-class _Activations:
-    """The products of a model that ``quantize_nnx`` traces.
+class OwnProducts(ProductRecorder):
+    """Records the products in a model's own code, too.
 
     Attributes:
-      places: maps the path of a module and the number of a product of two activations
-        to what is known of it.
+      activations: maps the path of a module and the number of a product of two
+        activations to the shape of the right operand.
       weights: maps the path of a module and the name of a parameter that it multiplies
         by itself to the parameter's shape, without the axes of stacks.
+      variables: the same for the first variable of modules with products of two
+        activations, by their paths.
     """
 
-    places: dict[tuple[str, int], Place] = dataclasses.field(default_factory=dict)
+    activations: dict[tuple[str, int], tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )
     weights: dict[tuple[str, str], tuple[int, ...]] = dataclasses.field(
         default_factory=dict
     )
+    variables: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
-    def products(self, rules: Pairs) -> dict[tuple[str, int], ActivationProduct]:
-        """What rules make of each."""
+    def products_by(self, rules: Pairs) -> dict[tuple[str, int], ActivationProduct]:
+        """What rules make of each product of two activations."""
         return {
-            key: activation_product(rules, path_rules.activations_name(*key), x.shape)
-            for key, x in self.places.items()
+            key: activation_product(rules, path_rules.activations_name(*key), shape)
+            for key, shape in self.activations.items()
         }
 
 
-# What ``quantize_nnx`` records of a trace.
-_activations: TraceContext[_Activations | None] = TraceContext(None)
+def record_products(
+    model: nnx.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[OwnProducts, list[QuantizedParameter]]:
+    """The products of a call of a model, and the quantized ones of parameters.
 
-
-@contextlib.contextmanager
-def record_activations(model: nnx.Module) -> Iterator[_Activations]:
-    """Collects the products of two activations of a model that is traced inside."""
-    modules = {
-        path: module
-        for path, module in modules_of(model).items()
-        if not isinstance(module, nnx.List | nnx.Dict | nnx.bridge.ToNNX)
-    }
-    recorded = _Activations()
-    try:
-        for path, module in modules.items():
+    The arguments are as in ``trace_products``.
+    """
+    recorded, model = OwnProducts(), nnx.clone(model)
+    for path, module in modules_of(model).items():
+        if not isinstance(module, nnx.List | nnx.Dict | nnx.bridge.ToNNX):
             setattr(module, _PATH, path)
-        with _activations(recorded):
-            yield recorded
-    finally:
-        for module in modules.values():
-            delattr(module, _PATH)
+    return recorded, trace_products(model, args, kwargs, recorded)
 
 
 def first_variable(module: nnx.Module) -> nnx.Variable[Any] | None:
@@ -112,20 +74,19 @@ def first_variable(module: nnx.Module) -> nnx.Variable[Any] | None:
     return min(found, key=lambda v: not isinstance(v, nnx.Param), default=None)
 
 
-def _can_change(variable: nnx.Variable[Any]) -> bool:
-    """Whether a value that is computed here may become a variable's."""
+def _can_change(node: nnx.Variable[Any] | nnx.Module) -> bool:
+    """Whether a value that is computed here may become one of a variable or a module.
+
+    A module has a path.
+    """
     try:
-        variable.set_raw_value(variable.get_raw_value())
+        if isinstance(node, nnx.Variable):
+            node.set_raw_value(node.get_raw_value())
+        else:
+            setattr(node, _PATH, getattr(node, _PATH))
     except TraceContextError:
         return False
     return True
-
-
-class _Owner(NamedTuple):
-    """The module that holds a parameter, and the parameter's name."""
-
-    module: nnx.Module
-    name: str
 
 
 class NnxModules:
@@ -136,7 +97,9 @@ class NnxModules:
 
     def __init__(self, model: nnx.Module):
         self.model = model
-        self.sees_activations = _activations.value is not None or any(
+        active: Visitor = visitor.value
+        self.recorded = active if isinstance(active, OwnProducts) else None
+        self.sees_activations = self.recorded is not None or any(
             any(map(is_activations_dot, vars(module)))
             for _, module in nnx.iter_modules(model)
         )
@@ -158,10 +121,11 @@ class NnxModules:
         """The op for a product with a parameter; None leaves it in float."""
         owner = self._owner(x)
         assert owner is not None
-        path = getattr(owner.module, _PATH, None)
-        if _activations.value is not None and path is not None:
-            _activations.value.weights[path, owner.name] = x.shape
-        dot = getattr(owner.module, dot_name(owner.name), None)
+        module, name = owner
+        path = getattr(module, _PATH, None)
+        if self.recorded is not None and path is not None:
+            self.recorded.weights[path, name] = x.shape
+        dot = getattr(module, dot_name(name), None)
         if dot is None or not (_can_change(dot.theta) or dot.evaluates):
             return None
         return dot
@@ -171,26 +135,25 @@ class NnxModules:
         module = current_module()
         if module is None:
             return None
-        around = ((m, first_variable(m)) for m in running_modules())
-        owner, variable = next((x for x in around if x[1] is not None), (None, None))
-        if variable is not None and not _can_change(variable):
+        variable, path = first_variable(module), getattr(module, _PATH, None)
+        # A module that the call itself makes has no path, and cannot keep an op.
+        node = module if variable is None and path is not None else variable
+        if node is None or not _can_change(node):
             return None
         _, number = self.activations.get(id(module), (module, 0))
         self.activations[id(module)] = module, number + 1
-        # A module that the call itself makes has no path, and cannot keep an op.
-        path = getattr(module, _PATH, None)
-        if _activations.value is not None and path is not None:
-            inside = () if variable is None else variable.shape
-            place = Place(shape, getattr(owner, _PATH, None), inside)
-            _activations.value.places[path, number] = place
+        if self.recorded is not None and path is not None:
+            self.recorded.activations[path, number] = shape
+            if variable is not None:
+                self.recorded.variables[path] = variable.shape
         return getattr(module, activations_dot_name(number), None)
 
-    def _owner(self, x: Any) -> _Owner | None:
-        """Finds the module that holds a parameter."""
+    def _owner(self, x: Any) -> tuple[nnx.Module, str] | None:
+        """The module that holds a parameter, and the parameter's name."""
         for module in self._modules():
             for name, parameter in matrices(module):
                 if parameter.get_raw_value() is x:
-                    return _Owner(module, name)
+                    return module, name
         return None
 
     def _modules(self) -> Iterator[nnx.Module]:

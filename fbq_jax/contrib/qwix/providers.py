@@ -82,15 +82,7 @@ class OpCalls(QuantizationProvider):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Calls an op, or the function that it stands for.
-
-        Args:
-          call: calls the op.
-          function: the name of what the op stands for.
-          op: the op.
-          *args: its arguments.
-          **kwargs: its keyword arguments.
-        """
+        """Calls an op by ``call``, or the function whose name it stands for."""
         if not is_lora_active(function):
             return disable_interceptions(call)(op, *args, **kwargs)
         args += tuple(kwargs.pop(name) for name in ("lhs", "rhs") if name in kwargs)
@@ -123,8 +115,9 @@ def _shown_to_lora(weight: jax.Array) -> Iterator[None]:
 
     LoRA names its own parameters after the one that a layer multiplies by.
     """
-    if calling_module() is not None:
-        _refuse_frozen_linen()
+    if (linen := calling_module()) is not None:
+        if isinstance(linen.get_variable("params", KERNEL), FrozenKernel):
+            refuse_lora(layer_path(linen.path))
         yield
         return
     fields = vars(current_module() or nnx.Module())
@@ -136,14 +129,6 @@ def _shown_to_lora(weight: jax.Array) -> Iterator[None]:
         yield
     finally:
         fields.update(frozen)
-
-
-def _refuse_frozen_linen() -> None:
-    """Raises ValueError if the Linen layer that is running is frozen."""
-    module = calling_module()
-    assert module is not None
-    if isinstance(module.get_variable("params", KERNEL), FrozenKernel):
-        refuse_lora(layer_path(module.path))
 
 
 def refuse_lora(layer: str) -> NoReturn:

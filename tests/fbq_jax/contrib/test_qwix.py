@@ -548,6 +548,14 @@ def test_nnx_products_that_state_cannot_leave_stay_in_float():
     assert list(fbq_jax.nnx.fallback_stats(model)) == ["up"]
 
 
+def test_parameters_of_int8_blocks_are_not_in_float():
+    block = fbq_jax.nnx.Int8MLP(32, 32, rngs=nnx.Rngs(0))
+    model = OwnNnx(lambda m, x: m.block(x) @ m.w[...], block=block, w=weight(32, 32))
+    _, report = qwix.quantize_nnx(model, {".*": SMALL}, X)
+    assert [p.parameter for p in report.products] == ["w"]
+    assert report.float_parameters == ()
+
+
 class Named(Raw):
     """Its copies are made by a function of its own."""
 

@@ -447,7 +447,11 @@ FLOAT_FORWARD = FallbackDot(dataclasses.replace(recipes.rowwise, fwd=FLOAT_GEMM)
         (Custom(regularized=True), {}, "'kernel', which the model reads other"),
         (Normed(), {}, r"would remove 'dense/kernel', .* reads"),
         # Codes of one input's weight would be wrong for every other one.
-        (SmoothSwiGLU(32, dot_general=BLOCK), {}, "layer 'down' once: it depends on"),
+        (
+            SmoothSwiGLU(32, dot_general=BLOCK),
+            {},
+            "weights of down once: they depend on",
+        ),
         (Printing(), {}, "vmap does not take a function that it calls"),
         (nn.Dense(80, dot_general=FLOAT_FORWARD), {}, r"'\(root\)' has no codes to fr"),
     ],

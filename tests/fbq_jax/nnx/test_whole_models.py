@@ -321,6 +321,7 @@ class Cyclic(nnx.Module):
         self.again = self.layers[keys[0]]
         for layer in self.layers.values():
             layer.model = self
+            layer.models = nnx.data({"list": [self]})
 
     def __call__(self, x):
         for layer in self.layers.values():
@@ -349,7 +350,8 @@ def test_paths_are_those_of_any_keys(keys):
     assert sorted(p.name for p in report.activation_products) == sorted(
         [f"again@activations_{i}" for i in range(2)] + [f"{layers[1]}@activations_0"]
     )
-    assert all(layer.model is model for layer in model.layers.values())
+    for layer in model.layers.values():
+        assert layer.model is layer.models["list"][0] is model
     model(x)
     stats = fbq_jax.nnx.fallback_stats(model)
     assert {name for name in stats if name.endswith("/w_dot_general")} == {
