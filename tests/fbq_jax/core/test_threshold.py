@@ -26,10 +26,10 @@ def stats_of(metric, theta):
     return threshold.apply(scalars(theta), metric, ones, RECIPE)[1]
 
 
-def moved(state, metric, recipe=RECIPE):
+def moved(state, metric):
     """The state after blocks with these metrics."""
     call, ones = threshold.scalars_of(state), jnp.ones_like(metric)
-    stats = threshold.apply(call, metric, ones, recipe)[1]
+    stats = threshold.apply(call, metric, ones, RECIPE)[1]
     return threshold.next_state(state, stats)
 
 
@@ -118,16 +118,16 @@ def steps_to(ratio):
     return math.ceil(abs(math.log(ratio)) / math.log(RECIPE.alpha))
 
 
-def rates_of(metrics, theta=UNSET, recipe=RECIPE):
+@jax.jit
+def rates_of(metrics, theta=UNSET):
     """The rates and thresholds of training forwards with these metrics."""
-    state = threshold.start(recipe)
-    state["theta"] = jnp.asarray(theta, jnp.float32)
+    state = threshold.start(RECIPE) | {"theta": jnp.asarray(theta, jnp.float32)}
 
     def step(state, metric):
-        state = moved(state, metric, recipe)
+        state = moved(state, metric)
         return state, (state["rate"], state["theta"])
 
-    return jax.lax.scan(step, state, jnp.asarray(metrics, jnp.float32))[1]
+    return jax.lax.scan(step, state, metrics)[1]
 
 
 def sparse_metrics(rng, steps, density):
