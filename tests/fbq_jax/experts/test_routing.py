@@ -63,7 +63,8 @@ def test_bias_changes_the_selection_only():
     np.testing.assert_allclose(
         routes.weights[:, 0], jax.nn.softmax(LOGITS)[:, 4], rtol=1e-6
     )
-    to_logits, to_bias = jax.grad(loss, argnums=(0, 1))(jnp.array(LOGITS), bias)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    to_logits, to_bias = gradient(jnp.array(LOGITS), bias)
     assert np.all(to_logits[:, 4] > 0.0)
     assert not np.any(to_bias)
 
@@ -92,7 +93,7 @@ def test_gradients_of_very_small_scores(options, logits, bias, expected):
 
     share = 1.0 / (1.0 + np.exp(0.5))
     slope = share * (1.0 - share)
-    gradient = jax.grad(loss)(jnp.array(logits))
+    gradient = jax.jit(jax.grad(loss))(jnp.array(logits))
     np.testing.assert_allclose(gradient, slope * np.array(expected), atol=1e-6)
 
 
