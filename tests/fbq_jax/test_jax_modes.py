@@ -45,6 +45,8 @@ LINEN = {
     "GatedMLP": lambda r: fbq_jax.GatedMLP(32, dot_general=FallbackDot(r)),
     "MoEMLP": lambda r: fbq_jax.MoEMLP(ROUTING, 32, dot_general=FallbackDot(r)),
 }
+# The kinds of other recipes than ``fallback``: a fused one for each granularity.
+OTHERS = dict.fromkeys(["row_block_lhs", "fp8_row_block"], ("Dense", "GatedMLP"))
 #: Layers whose numerics no recipe sets.
 LINEN_ALONE = {
     "Fp8Dot": nn.Dense(32, dot_general=Fp8Dot(history=4)),
@@ -145,12 +147,10 @@ def ragged_step(recipe, x):
 
 
 def cases():
-    """What makes the step of each layer kind with one recipe, and of three with all."""
+    """What makes the step of each layer kind with one recipe, and of some with all."""
     for name, recipe in RECIPES.items():
         is_first = name == "fallback"
-        for kind in LINEN if is_first else ("Dense", "GatedMLP"):
-            if kind == "GatedMLP" and not fbq_jax.fuses(recipe):
-                continue
+        for kind in LINEN if is_first else OTHERS.get(name, ("Dense",)):
             x, make = IMAGES if kind == "Conv" else X, LINEN[kind]
             yield f"{kind}-{name}", lambda m=make, r=recipe, x=x: linen_step(m(r), x)
         for kind, make in NNX.items() if is_first else ():

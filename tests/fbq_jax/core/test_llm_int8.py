@@ -41,7 +41,7 @@ def by_columns(x):
     return oracle.quantize(x, (x.shape[0], 1))[2]
 
 
-def exact(x, w, dy, threshold=6.0):
+def exact(x, w, dy, threshold):
     """The equations for one matrix, with loops over columns."""
     x, w, dy = (np.asarray(a.astype(jnp.float32)) for a in (x, w, dy))
     outliers, rest = np.zeros_like(x), x.copy()
@@ -56,15 +56,21 @@ def exact(x, w, dy, threshold=6.0):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    rows_with_first_fast([(jnp.float32, 1e-5), (jnp.bfloat16, 2**-8)]),
+    ("dtype", "threshold", "tolerance"),
+    rows_with_first_fast(
+        [
+            (jnp.float32, 6.0, 1e-5),
+            (jnp.bfloat16, 6.0, 2**-8),
+            (jnp.float32, np.inf, 1e-5),
+        ]
+    ),
 )
-def test_equations_in_float64(dtype, tolerance):
+def test_equations_in_float64(dtype, threshold, tolerance):
     """The first matrix of the batch has two outlier columns, the second has none."""
     arguments = operands(dtype)
-    results = product(*arguments)
+    results = product(*arguments, LlmInt8Dot(threshold))
     for i in range(SHAPE[0]):
-        expected = exact(*(a[i] for a in arguments))
+        expected = exact(*(a[i] for a in arguments), threshold)
         for got, value in zip(results, expected, strict=True):
             assert got.dtype == dtype
             assert relative(got[i].astype(jnp.float32), value) <= tolerance

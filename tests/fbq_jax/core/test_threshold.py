@@ -58,7 +58,8 @@ def test_a_first_threshold_is_right_and_one_that_is_too_high_settles(
 
 @pytest.mark.parametrize("theta", [0.0, np.inf, UNSET])
 def test_quantile_puts_the_rate_in_the_middle(theta):
-    """Also where no factor moves a threshold."""
+    """Also where no factor moves a threshold; and there is a rate without blocks."""
+    assert stats_of(jnp.zeros((2, 2)), theta).rate == 0.0
     stats = stats_of(jnp.arange(1.0, 101.0).reshape(10, 10), theta)
     assert stats.next_theta == 80.0
     if theta != UNSET:
@@ -76,7 +77,7 @@ def test_quantile_puts_the_rate_in_the_middle(theta):
 def test_nothing_starts_from_zeros_nan_or_no_blocks(metric):
     assert stats_of(metric, UNSET).theta == UNSET
     state = moved(threshold.start(RECIPE), metric)
-    assert (state["theta"], state["count"], state["rate"]) == (UNSET, 1, 0.0)
+    assert (state["theta"], state["count"]) == (UNSET, 1)
 
 
 def test_a_diverged_batch_leaves_theta_where_it_was():
