@@ -1,28 +1,13 @@
 """The reference of ``quantize``: its codes, bit for bit against NumPy."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.scales import divide
-from fbq_jax.kernels.sources import Matrix
 from tests.kernels import quantize_cases as cases
-from tests.kernels.quantize_cases import heavy, near
 from tests.marks import with_first_fast
-
-
-@functools.partial(jax.jit, static_argnames=("layout", "criterion"))
-def quantize(x, layout, theta, criterion):
-    """The rowwise codes of matrices, and the metric of their blocks."""
-    options = {"rowwise": layout, "colwise": None, "criterion": criterion}
-    found = reference.quantize(
-        Matrix(x), jnp.zeros(len(x), jnp.uint32), theta, **options
-    )
-    return found.rowwise, found.metric
 
 
 @pytest.mark.parametrize(
@@ -47,27 +32,6 @@ def test_codes_and_scales_are_bit_exact(case):
     if case in cases.FALLBACK[:3]:  # Some blocks fall back, and some do not.
         used = found.rowwise.residual.scales > 0.0
         assert 0 < np.mean(used) < 1
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_per_tensor_scales_of_empty_operands(shape):
-    def shapes(*layouts):
-        options = dict(zip(("rowwise", "colwise"), layouts, strict=True))
-        op = functools.partial(reference.quantize, **options)
-        x = Matrix(jnp.zeros((1, *shape)))
-        return jax.eval_shape(op, x, jnp.zeros(1, jnp.uint32))
-
-    per_tensor = shapes(near(None, None), near(None, None))
-    assert per_tensor == shapes(near(1, None), near(None, 1))
-
-
-def test_a_block_whose_metric_equals_theta_does_not_fall_back():
-    x = heavy((1, 64, 96))
-    _, metric = quantize(x, near(32, 32), jnp.zeros(1), "absmax")
-    theta = jnp.sort(metric.reshape(-1))[3:4]
-    found, _ = quantize(x, near(32, 32), theta, "absmax")
-    np.testing.assert_array_equal(found.residual.scales > 0.0, metric > theta[0])
-    assert np.sum(found.residual.scales > 0.0) == 2
 
 
 @pytest.mark.parametrize("criterion", ["l1", "l1_rel"])

@@ -189,16 +189,6 @@ def test_vmap_over_an_empty_axis_gives_empty_results(name):
     assert [y.shape for y in results] == [(0, 4, 8), (0, 4, 64), (0, 64, 8)]
 
 
-def test_without_theta_it_is_the_operands_own_quantile():
-    x, w = heavy((160, 160)), heavy((160, 32), 1)
-    run = functools.partial(dot_general, x, w, MATMUL, recipe=Recipe(block=32))
-    y, stats = run()
-    assert stats.rate == pytest.approx(0.2)
-    again, _ = run(theta=float(stats.theta))
-    np.testing.assert_array_equal(y, again)
-    assert run(theta=0.0)[1].rate == 1.0
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_values_stay_visible(bad):
     x, w, dy = heavy((256, 256)), heavy((256, 256), 1), heavy((256, 256), 2)

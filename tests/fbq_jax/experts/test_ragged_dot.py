@@ -211,15 +211,6 @@ def test_rates_of_groups_count_blocks_that_are_not_zero():
     np.testing.assert_allclose(rates, [2 / 3, 0.0, 1 / 2], rtol=1e-6)
 
 
-def test_a_nan_stays_in_its_group():
-    x = X.at[69, 3].set(jnp.nan)
-    y, dx, dw, _ = product(x, W, DY, jnp.array(SIZES), NEAREST, theta=20.0)
-    finite = [bool(jnp.all(jnp.isfinite(a))) for a in (y[70:], dx, dw[1:])]
-    assert finite == [True] * 3
-    assert np.all(np.isnan(y[64:70]))  # its block's rows
-    assert np.all(np.isnan(dw[0, :32]))  # and columns
-
-
 def test_no_rows_and_no_columns():
     empty = jnp.zeros(2, jnp.int32)
     args = jnp.zeros((0, K)), W[:2], jnp.zeros((0, N)), empty, recipes.fallback
