@@ -34,38 +34,23 @@ MATMUL = (((1,), (0,)), ((), ()))
 ONE = jnp.ones((1, 1))
 FLOAT_EINSUM = FallbackEinsum(jax.lax.dot_general)
 
+# One of each kind; the tests below draw others.
 CASES = {
     "btd,dhk->bhtk": ((2, 5, 6), (6, 3, 4)),
     "dhk,btd->thbk": ((6, 3, 4), (2, 5, 6)),  # jnp.einsum may swap the operands
-    "bthk,hkd->btd": ((2, 5, 3, 4), (3, 4, 6)),
-    "ebd,edf->ebf": ((3, 5, 6), (3, 6, 4)),
     "bed,edf->fbe": ((5, 3, 6), (3, 6, 4)),
-    "...d,df->...f": ((2, 3, 6), (6, 4)),
     "d...,...df->f...": ((6, 2, 3), (3, 6, 4)),
     " ab , bc ": ((5, 6), (6, 4)),
     "ba,cb": ((6, 5), (4, 6)),
-    "...ab,...bc": ((2, 5, 6), (2, 6, 4)),
-    "a,a->": ((6,), (6,)),
-    "...,...c->c": ((2, 3), (2, 3, 4)),
-    # A label of one operand is summed first.
-    "abc,cd->bd": ((3, 8, 6), (6, 4)),
+    # A label of one operand is summed first, as are dimensions of an ellipsis that the
+    # output lacks.
     "abc,cde->d": ((3, 8, 6), (6, 4, 5)),
-    "bc,ecd->db": ((8, 6), (5, 6, 4)),
-    "bc,cd->d": ((8, 6), (6, 4)),
-    # So are dimensions of an ellipsis that the output lacks.
-    "...b,bc->c": ((3, 2, 6), (6, 4)),
     "b,...bc->c": ((6,), (3, 6, 4)),
-    "...b,...bc->c": ((2, 6), (3, 2, 6, 4)),
-    "ab,bc->...ac": ((5, 6), (6, 4)),
     # Outer products, and products of elements.
     "ab,c->bca": ((5, 6), (4,)),
-    "ba,bc->bac": ((2, 5), (2, 4)),
     "td,d->td": ((5, 6), (6,)),
-    "...,...->...": ((5, 6), (6,)),
-    "ab,c->": ((5, 6), (4,)),
     # A dimension of size 1 is broadcast.
     "ac,cb->ab": ((5, 1), (6, 4)),
-    "xab,xbc->xac": ((1, 5, 6), (3, 6, 4)),
     "δж,ж1->δ1": ((5, 6), (6, 4)),
 }
 
@@ -137,7 +122,7 @@ def check_einsum(case):
             assert float(jnp.linalg.norm(x - want)) <= limit
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(einsums())
 def test_what_jax_computes_is_computed(case):
     check_einsum(case)
