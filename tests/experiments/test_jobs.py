@@ -295,7 +295,8 @@ def test_wrong_options_are_named(
 
 @pytest.mark.exhaustive
 def test_a_killed_run_ends_as_the_whole_one(tmp_path: Path) -> None:
-    sizes = {"hidden": 16, "ffn": 32, "layers": 1, "seq": 16}
+    # The example's tests resume runs of the other recipes.
+    sizes = {"hidden": 16, "ffn": 32, "layers": 1, "seq": 16, "recipe": "bf16"}
     settings = dataclasses.replace(TOY, pretrain=TOY.pretrain | sizes)
     experiment = Experiment(settings, tmp_path, tmp_path)
     text = experiment.text("python")
