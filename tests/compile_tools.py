@@ -4,6 +4,7 @@ This needs ``triton``, whose package includes NVIDIA's assembler and disassemble
 """
 
 import functools
+import io
 import re
 import subprocess
 import tempfile
@@ -79,22 +80,20 @@ def _kernels(operation: Any) -> Iterator[dict[int, Any]]:
 def _fields(message: bytes) -> dict[int, Any]:
     """The first field of each number of a protocol buffer: integers and bytes."""
     fields: dict[int, Any] = {}
-    rest = iter(message)
+    rest = io.BytesIO(message)
 
     def integer() -> int:
         total = shift = 0
-        for byte in rest:
-            total |= (byte & 127) << shift
+        while byte := rest.read(1):
+            total |= (byte[0] & 127) << shift
             shift += 7
-            if byte < 128:
+            if byte[0] < 128:
                 break
         return total
 
-    for byte in rest:
-        is_bytes = byte & 7 == 2
-        value = integer()
-        content = bytes(next(rest) for _ in range(value)) if is_bytes else value
-        fields.setdefault(byte >> 3, content)
+    while rest.tell() < len(message):
+        key, value = integer(), integer()
+        fields.setdefault(key >> 3, rest.read(value) if key & 7 == 2 else value)
     return fields
 
 

@@ -7,12 +7,14 @@ import jax
 
 
 @contextlib.contextmanager
-def debugging(flag: str) -> Iterator[None]:
-    """Runs operation by operation, with a flag such as ``"jax_debug_nans"`` set."""
-    before = getattr(jax.config, flag)
+def debugging(*flags: str) -> Iterator[None]:
+    """Runs operation by operation, with flags such as ``"jax_debug_nans"`` set."""
+    before = {flag: getattr(jax.config, flag) for flag in flags}
     with jax.disable_jit():
-        jax.config.update(flag, True)
+        for flag in flags:
+            jax.config.update(flag, True)
         try:
             yield
         finally:
-            jax.config.update(flag, before)
+            for flag, value in before.items():
+                jax.config.update(flag, value)

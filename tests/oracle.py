@@ -86,8 +86,9 @@ def quantize_float8(x, block):
         amax = np.abs(x[where]).max()
         if not np.isfinite(amax):
             scales[index] = np.nan
-        elif amax < 2.0**-117:
-            codes[where] = round_float8(0.0 * x[where])
+        if not np.isfinite(amax) or amax < 2.0**-117:  # zeros with the signs of values
+            finite = np.nan_to_num(x[where], posinf=0.0, neginf=0.0)
+            codes[where] = round_float8(0.0 * finite)
         else:
             scales[index] = amax / np.float32(448)
             codes[where] = round_float8(x[where] * (np.float32(448) / amax))

@@ -23,17 +23,13 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page):
+def test_named_files_and_targets_exist(page):
     # A path in backquotes from the root; "*" stands for several files.
     code = re.findall(r"`([\w./*-]+)`", page.read_text())
     paths = [c for c in code if c.startswith(tuple(f"{f}/" for f in FOLDERS))]
     # The site that make docs builds.
     missing = [p for p in paths if p != "docs/_build/html" and not list(ROOT.glob(p))]
     assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_targets_exist(page):
     named = re.findall(r"^make ([\w-]+)|`make ([\w-]+)", page.read_text(), re.MULTILINE)
     assert {target for pair in named for target in pair if target} <= set(TARGETS)
 

@@ -1,5 +1,6 @@
 """What runs, in which order, in which process, and what is done already."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -10,13 +11,23 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import jax
+import numpy as np
 import pytest
 
 from examples.llama import metrics, run_folder, training
 from examples.llama.config import Config
 from examples.llama.data import load_corpus
 from examples.llama.errors import UserError
-from experiments import __main__, corpus, jobs, page, processes, result_files, runs
+from experiments import (
+    __main__,
+    corpus,
+    jobs,
+    killed,
+    page,
+    processes,
+    result_files,
+    runs,
+)
 from experiments.settings import LARGER, SEEDS, SIZES, TOY, Experiment, Settings
 
 
@@ -280,3 +291,21 @@ def test_wrong_options_are_named(
     with pytest.raises(SystemExit):
         __main__.main(argv.split())
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_ends_as_the_whole_one(tmp_path: Path) -> None:
+    # The example's tests resume runs of the other recipes.
+    sizes = {"hidden": 16, "ffn": 32, "layers": 1, "seq": 16, "recipe": "bf16"}
+    settings = dataclasses.replace(TOY, pretrain=TOY.pretrain | sizes)
+    experiment = Experiment(settings, tmp_path, tmp_path)
+    text = experiment.text("python")
+    text.mkdir(parents=True)
+    for part in "train", "val":
+        (np.arange(2000, dtype=np.uint16) % 50).tofile(text / f"{part}.bin")
+    killed.run(experiment)
+    found = json.loads((tmp_path / "killed.json").read_text())
+    assert 3 < found["killed_at"] <= 8
+    assert found["arrays"] > 10
+    assert found["arrays_that_differ"] == []
+    assert found["losses_equal"]

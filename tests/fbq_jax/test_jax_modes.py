@@ -1,4 +1,4 @@
-"""Every layer kind with every recipe: with 64-bit types, and without ``jit``."""
+"""Every layer kind and every recipe: with 64-bit types, and without ``jit``."""
 
 import dataclasses
 import functools
@@ -11,8 +11,17 @@ from flax import linen as nn
 from flax import nnx
 
 import fbq_jax
-from fbq_jax import FallbackConv, FallbackDot, FallbackEinsum, Fp8Dot, Routing, recipes
+from fbq_jax import (
+    FallbackConv,
+    FallbackDot,
+    FallbackEinsum,
+    Fp8Dot,
+    Recipe,
+    Routing,
+    recipes,
+)
 from tests.kernels.quantize_cases import heavy
+from tests.marks import with_first_fast
 
 X, IMAGES = heavy((64, 32)), heavy((4, 4, 4, 32))
 ROUTING = Routing(4, 2, bias_update_rate=1e-3)
@@ -20,7 +29,7 @@ OWG = "_overwrite_with_gradient"
 RECIPES = {
     name: dataclasses.replace(recipe, block=32)
     for name, recipe in recipes.NAMED.items()
-}
+} | {name: Recipe(block=32, criterion=name) for name in ("l1", "l1_rel")}
 HEADS = (32, 4, 8), "bd,dhk->bhk"
 
 LINEN = {
@@ -36,7 +45,8 @@ LINEN = {
     "GatedMLP": lambda r: fbq_jax.GatedMLP(32, dot_general=FallbackDot(r)),
     "MoEMLP": lambda r: fbq_jax.MoEMLP(ROUTING, 32, dot_general=FallbackDot(r)),
 }
-FUSED = {"NormDense", "GatedMLP"}
+# The kinds of other recipes than ``fallback``: a fused one for each granularity.
+OTHERS = dict.fromkeys(["row_block_lhs", "fp8_row_block"], ("Dense", "GatedMLP"))
 #: Layers whose numerics no recipe sets.
 LINEN_ALONE = {
     "Fp8Dot": nn.Dense(32, dot_general=Fp8Dot(history=4)),
@@ -89,7 +99,7 @@ def total(y):
 
 def linen_step(layer, x):
     """Makes a training step: the output, the gradients and the new state."""
-    variables = layer.init(jax.random.key(0), x)
+    variables = dict(jax.jit(layer.init)(jax.random.key(0), x))
     differentiated = {k: variables.pop(k) for k in ("params", OWG) if k in variables}
 
     def loss(differentiated, x):
@@ -137,14 +147,13 @@ def ragged_step(recipe, x):
 
 
 def cases():
-    """What makes the step of each layer kind and recipe."""
+    """What makes the step of each layer kind with one recipe, and of some with all."""
     for name, recipe in RECIPES.items():
-        for kind, make in LINEN.items():
-            if kind in FUSED and not fbq_jax.fuses(recipe):
-                continue
-            x = IMAGES if kind == "Conv" else X
+        is_first = name == "fallback"
+        for kind in LINEN if is_first else OTHERS.get(name, ("Dense",)):
+            x, make = IMAGES if kind == "Conv" else X, LINEN[kind]
             yield f"{kind}-{name}", lambda m=make, r=recipe, x=x: linen_step(m(r), x)
-        for kind, make in NNX.items():
+        for kind, make in NNX.items() if is_first else ():
             x, make = IMAGES if kind == "Conv" else X, functools.partial(make, recipe)
             yield f"nnx {kind}-{name}", functools.partial(nnx_step, make, x)
         yield f"ragged_dot-{name}", functools.partial(ragged_step, recipe, X)
@@ -155,7 +164,6 @@ def cases():
 
 
 CASES = dict(cases())
-each_case = pytest.mark.parametrize("name", CASES)
 
 
 def leaves_of(run):
@@ -166,40 +174,20 @@ def dtypes_of(leaves):
     return [leaf.dtype for leaf in leaves]
 
 
-@pytest.mark.exhaustive
-@each_case
-def test_with_64_bit_types_it_computes_the_same(name):
-    """Bit for bit, in the same dtypes."""
-    ordinary = leaves_of(CASES[name]())
-    with jax.enable_x64(True):
-        got = leaves_of(CASES[name]())
-    assert dtypes_of(got) == dtypes_of(ordinary)
-    for x, want in zip(got, ordinary, strict=True):
-        np.testing.assert_array_equal(x, want)
-
-
-# Each operation is compiled alone, which takes long: each layer kind with one recipe,
-# and each recipe in two.
-WITHOUT_JIT = [
-    name
-    for name in CASES
-    if name.startswith(("Dense-", "ragged_dot-"))
-    or name.rpartition("-")[2] in ("fallback", name)
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", WITHOUT_JIT)
-def test_without_jit_it_computes_the_same(name):
-    """Up to the rounding of sums, which ``jit`` may fuse; and whole numbers exactly."""
+@pytest.mark.parametrize("name", with_first_fast(CASES))
+def test_in_other_modes_it_computes_the_same(name):
+    """With 64-bit types bit for bit; without ``jit`` up to the rounding of sums."""
     run = CASES[name]()
     ordinary = leaves_of(run)
+    with jax.enable_x64(True):
+        with_x64 = leaves_of(CASES[name]())
     with jax.disable_jit():
-        got = leaves_of(run)
-    assert dtypes_of(got) == dtypes_of(ordinary)
-    for x, want in zip(got, ordinary, strict=True):
+        without_jit = leaves_of(run)
+    assert dtypes_of(with_x64) == dtypes_of(without_jit) == dtypes_of(ordinary)
+    for x, y, want in zip(with_x64, without_jit, ordinary, strict=True):
+        np.testing.assert_array_equal(x, want)
         if jnp.issubdtype(want.dtype, jnp.floating):
-            x, want = (np.asarray(a, np.float64) for a in (x, want))
-            assert np.linalg.norm(x - want) <= 1e-4 * np.linalg.norm(want)
+            y, want = (np.asarray(a, np.float64) for a in (y, want))
+            assert np.linalg.norm(y - want) <= 1e-4 * np.linalg.norm(want)
         else:
-            np.testing.assert_array_equal(x, want)
+            np.testing.assert_array_equal(y, want)

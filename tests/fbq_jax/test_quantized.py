@@ -1,6 +1,5 @@
 """Quantized: a value that can be transposed, dequantized and multiplied."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,13 +40,6 @@ def test_a_transposed_copy_has_the_codes_of_the_original(block):
     np.testing.assert_array_equal(q.mT.codes, q.codes.swapaxes(1, 2))
     np.testing.assert_array_equal(q.mT.dequantize(), q.dequantize().swapaxes(1, 2))
     assert oracle.relative(q.dequantize(), X) < 0.2
-
-
-def test_it_is_a_pytree():
-    q = two_terms()
-    again = jax.jit(lambda q: q)(q)
-    assert again.block == (32, 64)
-    jax.tree.map(np.testing.assert_array_equal, again, q)
 
 
 def test_operands_that_do_not_fit_are_named():

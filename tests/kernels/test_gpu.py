@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fbq_jax import ops, ragged_dot, save_codes
+from fbq_jax.kernels import reference
 from fbq_jax.kernels.mosaic import gemm
 from fbq_jax.kernels.quantized import CODE_DTYPES
 from fbq_jax.kernels.sources import Matrix
@@ -404,3 +405,27 @@ def test_random_experts(implementation, seed, loads):
     side = 128 if implementation == "mosaic" else 32
     ops = ops_of(implementation, (side,) * 3)
     grouped_cases.check_random_problems(ops, ops_of("reference"), seed, loads, side)
+
+
+@pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
+@pytest.mark.parametrize("block", [(128, 128), (32, 256)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-10])
+def test_codes_and_scales_of_the_reference_equal_those_on_a_cpu(dtype, block, scale):
+    x = (heavy((2, 1000, 1500)) * scale).astype(dtype)
+    seeds = quantize_cases.plain_seeds(2)
+    theta = scale * jnp.asarray([20.0, 2.0])
+    for rowwise, colwise, criterion in (
+        (near(*block), near(*block), None),
+        (noisy(*block), noisy(*block), None),
+        (near(1, None), noisy(None, 1), None),
+        (near(*block), noisy(*block), "absmax"),
+    ):
+        how = {"rowwise": rowwise, "colwise": colwise, "criterion": criterion}
+        results = {}
+        for platform in ("cpu", "gpu"):
+            device = jax.devices(platform)[0]
+            with jax.default_device(device):
+                function = jax.jit(functools.partial(reference.quantize, **how))
+                operands = Matrix(x), seeds, None if criterion is None else theta
+                results[platform] = function(*jax.device_put(operands, device))
+        jax.tree.map(np.testing.assert_array_equal, results["gpu"], results["cpu"])

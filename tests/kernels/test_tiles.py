@@ -59,12 +59,6 @@ def test_tiles_hold_the_rows_of_each_group_in_order(sizes):
     assert not np.any(back[ends[-1] :])
 
 
-def test_no_rows():
-    tiles = jax.jit(assign_tiles, static_argnums=(1, 2))(jnp.array([0, 0]), 0, M)
-    x = gather_tiles(jnp.zeros((0, 5)), tiles.first_rows, tiles.row_counts, M)
-    assert (x.shape, from_tiles(x, tiles).shape) == ((0, M, 5), (0, 5))
-
-
 LARGEST = 2**31 - 1
 DTYPES = [jnp.int8, jnp.uint8, jnp.int16, jnp.int32, jnp.uint32, jnp.int64, jnp.uint64]
 

@@ -23,6 +23,7 @@ from experiments.bench import (
 from fbq_jax import recipes
 from fbq_jax.bench import measure
 from tests.fbq_jax.bench.tools import OPTIONS, check_rates, float_backward
+from tests.marks import rows_with_first_fast
 
 
 @pytest.fixture
@@ -66,10 +67,12 @@ def test_profile(monkeypatch):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("section", "sizes", "steps", "recipe"),
-    [
-        (train, (128, 256, 1, 2), 1, None),  # test_block covers the recipes
-        (accumulation, (128, 256, 1, 2, 3), 3, recipes.block),
-    ],
+    rows_with_first_fast(
+        [
+            (train, (128, 256, 1, 2), 1, None),  # test_block covers the recipes
+            (accumulation, (128, 256, 1, 2, 3), 3, recipes.block),
+        ]
+    ),
 )
 def test_whole_steps(section, sizes, steps, recipe, monkeypatch):
     monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, "other": recipe})

@@ -78,10 +78,12 @@ def test_moe():
 
 
 @pytest.mark.exhaustive
-def test_serve():
+def test_serve(monkeypatch):
+    monkeypatch.setattr(serve, "DEPTH", 2)
+    monkeypatch.setattr(serve, "_TOKENS", 2)
     shapes = (1, 128, 384), (200, 128, 384)
     measured = list(serve.rows(shapes, **OPTIONS))
-    weights = 4 * 128 * (192 + 128 + 3 * 384)
+    weights = 2 * 128 * (192 + 128 + 3 * 384)
     check_rates(measured, lambda row: 2 * row.shape[0] * weights)
     names = ["bf16", "block", "fallback"]
     assert [(row.shape, row.what) for row in measured] == [

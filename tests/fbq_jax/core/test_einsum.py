@@ -34,38 +34,23 @@ MATMUL = (((1,), (0,)), ((), ()))
 ONE = jnp.ones((1, 1))
 FLOAT_EINSUM = FallbackEinsum(jax.lax.dot_general)
 
+# One of each kind; the tests below draw others.
 CASES = {
     "btd,dhk->bhtk": ((2, 5, 6), (6, 3, 4)),
     "dhk,btd->thbk": ((6, 3, 4), (2, 5, 6)),  # jnp.einsum may swap the operands
-    "bthk,hkd->btd": ((2, 5, 3, 4), (3, 4, 6)),
-    "ebd,edf->ebf": ((3, 5, 6), (3, 6, 4)),
     "bed,edf->fbe": ((5, 3, 6), (3, 6, 4)),
-    "...d,df->...f": ((2, 3, 6), (6, 4)),
     "d...,...df->f...": ((6, 2, 3), (3, 6, 4)),
     " ab , bc ": ((5, 6), (6, 4)),
     "ba,cb": ((6, 5), (4, 6)),
-    "...ab,...bc": ((2, 5, 6), (2, 6, 4)),
-    "a,a->": ((6,), (6,)),
-    "...,...c->c": ((2, 3), (2, 3, 4)),
-    # A label of one operand is summed first.
-    "abc,cd->bd": ((3, 8, 6), (6, 4)),
+    # A label of one operand is summed first, as are dimensions of an ellipsis that the
+    # output lacks.
     "abc,cde->d": ((3, 8, 6), (6, 4, 5)),
-    "bc,ecd->db": ((8, 6), (5, 6, 4)),
-    "bc,cd->d": ((8, 6), (6, 4)),
-    # So are dimensions of an ellipsis that the output lacks.
-    "...b,bc->c": ((3, 2, 6), (6, 4)),
     "b,...bc->c": ((6,), (3, 6, 4)),
-    "...b,...bc->c": ((2, 6), (3, 2, 6, 4)),
-    "ab,bc->...ac": ((5, 6), (6, 4)),
     # Outer products, and products of elements.
     "ab,c->bca": ((5, 6), (4,)),
-    "ba,bc->bac": ((2, 5), (2, 4)),
     "td,d->td": ((5, 6), (6,)),
-    "...,...->...": ((5, 6), (6,)),
-    "ab,c->": ((5, 6), (4,)),
     # A dimension of size 1 is broadcast.
     "ac,cb->ab": ((5, 1), (6, 4)),
-    "xab,xbc->xac": ((1, 5, 6), (3, 6, 4)),
     "δж,ж1->δ1": ((5, 6), (6, 4)),
 }
 
@@ -111,36 +96,40 @@ def einsums(draw):
     return subscripts, lhs_shape, rhs_shape
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def products(subscripts, lhs, rhs):
+    """The output and both gradients: of JAX, with a float dot, and quantized."""
+    recipe = Recipe(block=32, criterion=None, dlhs=Gemm(), drhs=Gemm())
+    dot = functools.partial(dot_general, recipe=recipe)
+    quantized = FallbackEinsum(lambda *args, **options: dot(*args, **options)[0])
+    results = []
+    for op in (jnp.einsum, FLOAT_EINSUM, quantized):
+        y, vjp = jax.vjp(functools.partial(op, subscripts), lhs, rhs)
+        results.append((y, *vjp(jnp.ones_like(y))))
+    return results
+
+
 def check_einsum(case):
-    """Labels with a float dot; then values and gradients, quantized."""
     subscripts, *shapes = case
     lhs, rhs = (
         jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)
     )
-
-    def product(op):
-        y, vjp = jax.vjp(functools.partial(op, subscripts), lhs, rhs)
-        return y, *vjp(jnp.ones_like(y))
-
-    exact = product(jnp.einsum)
-    recipe = Recipe(block=32, criterion=None, dlhs=Gemm(), drhs=Gemm())
-    dot = functools.partial(dot_general, recipe=recipe)
-    quantized = FallbackEinsum(lambda *args, **options: dot(*args, **options)[0])
-    for got, most in ((product(FLOAT_EINSUM), 1e-5), (product(quantized), 0.05)):
+    exact, *others = products(subscripts, lhs, rhs)
+    for got, most in zip(others, (1e-5, 0.05), strict=True):
         for x, want, size in zip(got, exact, (lhs, rhs, lhs), strict=True):
             assert (x.shape, x.dtype) == (want.shape, want.dtype)
             limit = most * max(float(jnp.linalg.norm(want)), 1.0) * (1 + size.size)
             assert float(jnp.linalg.norm(x - want)) <= limit
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(einsums())
 def test_what_jax_computes_is_computed(case):
     check_einsum(case)
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(einsums())
 def test_whatever_jax_computes_is_computed(case):
     check_einsum(case)

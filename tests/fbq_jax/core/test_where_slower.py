@@ -97,12 +97,6 @@ def test_a_faster_product_is_quantized_as_without_the_option():
     same_bits([y, *stats], [expected, *expected_stats])
 
 
-def test_without_the_option_a_slower_product_is_quantized_in_silence():
-    x, w = operands(SLOW)
-    y, _ = dot_general(x, w, MATMUL)
-    assert np.any(y != x @ w)
-
-
 def warnings_of(function, *args):
     """The texts of the warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:

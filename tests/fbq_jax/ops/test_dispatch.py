@@ -61,14 +61,21 @@ def test_without_a_gpu_the_reference_runs_and_the_reason_says_why():
 
 FIRST, NO_HOPPER = "the first choice", "not mosaic: it needs a Hopper GPU"
 OTHER_SIDES = "sides of 128 or 256, not 64"
-FLOAT8 = {"codes": "float8_e4m3fn"}
+FLOAT8, GROUPED = {"codes": "float8_e4m3fn"}, {"grouped": True}
 
 
 @pytest.mark.parametrize(
     ("capability", "sides", "op", "implementation", "backend", "reason", "options"),
     [
         ("9.0", BLOCKS, "matmul", "mosaic", "mosaic", FIRST, {}),
-        ("9.0", BLOCKS, "contract", "mosaic", "mosaic", FIRST, {}),
+        ("9.0", BLOCKS, "matmul", "mosaic", "mosaic", FIRST, GROUPED),
+        ("9.0", BLOCKS, "contract", "mosaic", "mosaic", FIRST, GROUPED),
+        ("9.0", (1, 128, 1), "contract", "mosaic", "mosaic", FIRST, GROUPED),
+        ("9.0", (32, 32, 32), "contract", "triton", "triton", "not 32", GROUPED),
+        ("9.0", (), "matmul", *REFERENCE, "", GROUPED),
+        ("9.0", (), "contract", *REFERENCE, "", GROUPED),
+        ("9.0", (), "quantize", "mosaic", "triton", FIRST, GROUPED),
+        ("8.0", BLOCKS, "contract", "triton", "triton", NO_HOPPER, GROUPED),
         ("9.0", (128, 64, 128), "matmul", "triton", "triton", OTHER_SIDES, {}),
         ("9.0", (64, 64), "quantize", "mosaic", "triton", FIRST, {}),
         ("9.0", (), "quantize", "mosaic", "triton", FIRST, {}),
@@ -97,7 +104,7 @@ def test_the_choice_depends_on_device_blocks_and_codes(
 ):
     """``mosaic`` has only the GEMM in Mosaic."""
     on_gpu(capability)
-    choice = dispatch.choose(op, sides, **options)
+    choice = dispatch.choose_for(Request(op, sides, **options), None)
     assert (choice.implementation, choice.backend) == (implementation, backend)
     assert re.search(reason, choice.reason)
 

@@ -60,9 +60,7 @@ BLOCK, BLOCK_32, OF_X, OF_W = near(128, 128), near(32, 32), near(32, 64), near(6
 FLOAT = np.float64
 OF_CODES = Gemm(lhs=None, rhs=None, keeps="codes")
 VARIANTS = {
-    "jetfire_64": dataclasses.replace(recipes.jetfire, block=64),
     "row_block_codes": dataclasses.replace(recipes.row_block, block=32, drhs=OF_CODES),
-    "fp8_row_block_32": dataclasses.replace(recipes.fp8_row_block, block=32),
     "rowwise_dw_alone": dataclasses.replace(
         recipes.rowwise, fwd=FLOAT_GEMM, dlhs=FLOAT_GEMM
     ),
@@ -103,16 +101,6 @@ EQUATIONS = {
     ),
     "row_block": (ROW_FWD, ROW_DX, (x_noisy(128, 1), noisy(128, 1))),
     "fp8_row_block_lhs": (FP8_ROW, FP8_ROW, (fp8(128, 1), fp8(128, 128))),
-    "fp8_row_block_32": (
-        (fp8(1, 32), fp8(32, 32)),
-        (fp8(1, 32), fp8(32, 32)),
-        (fp8(32, 1), fp8(32, 1)),
-    ),
-    "jetfire_64": (
-        (near(64, 64), near(64, 64)),
-        (noisy(64, 64), near(64, 64)),
-        (near(64, 64), noisy(64, 64)),
-    ),
     "switchback": ((ROW, TENSOR), (ROW, TENSOR), FLOATS),
     "switchback_m": ((ROW, TENSOR), (ROW, TENSOR), (ROW, FLOAT)),
     "per_tensor_bifurcated": (TENSOR_FWD, TENSOR_DX, (TENSOR, FLOAT)),

@@ -33,9 +33,15 @@ CODES = ("int8", "float8_e4m3fn")
 SQUARE = (128, 128, 128)
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 SIXTEEN_BYTES = r"cp\.async\.cg\.shared\.global"
-capabilities = pytest.mark.parametrize(
-    "capability", with_first_fast(sorted(SHARED_MEMORY, reverse=True))
-)
+CAPABILITIES = sorted(SHARED_MEMORY, reverse=True)
+capabilities = pytest.mark.parametrize("capability", with_first_fast(CAPABILITIES))
+
+
+def in_turn(usual, *others):
+    """The usual case for every generation, and each of the others for two of them."""
+    pairs = [(usual, CAPABILITIES)]
+    pairs += [(case, CAPABILITIES[i % 2 :: 2]) for i, case in enumerate(others)]
+    return [(*case, capability) for case, of in pairs for capability in of]
 
 
 def array(shape, dtype):
@@ -64,11 +70,6 @@ def product(codes, capability=None):
     return (r"wgmma\.mma_async\S*" if capability == 90 else r"mma\.sync\S*") + operands
 
 
-def skip_unless_supported(codes, capability):
-    if codes != "int8" and capability < 89:
-        pytest.skip("its tensor cores have no FP8")
-
-
 # GEMMs.
 
 
@@ -87,12 +88,11 @@ def compiled_gemm(sizes, blocks, capability, fallback=False, codes="int8"):
     )[-1]
 
 
-@capabilities
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "blocks"),
+    ("sizes", "blocks", "capability"),
     rows_with_first_fast(
-        [
+        in_turn(
             (LAYER, SQUARE),
             (LAYER, (32, 32, 32)),
             (LAYER, (64, 64, 64)),
@@ -104,7 +104,7 @@ def compiled_gemm(sizes, blocks, capability, fallback=False, codes="int8"):
             ((1, 4096, 4096), (256, 128, 256)),
             ((1, 4096, 4096), (32, 128, 128)),
             ((1, 4096, 4096), (128, 128, 32)),
-        ]
+        )
     ),
 )
 def test_gemms(sizes, blocks, fallback, capability):
@@ -194,14 +194,15 @@ def test_the_assembler_keeps_the_products_of_all_steps(tmp_path):
 
 
 @pytest.mark.exhaustive
-@capabilities
 @pytest.mark.parametrize("op", ["matmul", "matmul with fallback", "contract"])
 @pytest.mark.parametrize(
-    ("side", "rows", "codes"),
-    [(128, 128, "int8"), (32, 32, "int8"), (128, 1, "int8"), (128, 1, "float8_e4m3fn")],
+    ("side", "rows", "codes", "capability"),
+    [
+        *in_turn((128, 128, "int8"), (32, 32, "int8"), (128, 1, "int8")),
+        *[(128, 1, "float8_e4m3fn", capability) for capability in (90, 89)],
+    ],
 )
-def test_gemms_of_groups(side, rows, codes, op, capability):
-    skip_unless_supported(codes, capability)
+def test_gemms_of_groups(side, rows, codes, capability, op):
     tiles, groups, size = 72, 8, 4096
     options = {"dtype": jnp.bfloat16, "sm": capability}
     if op == "contract":
@@ -303,8 +304,8 @@ def layouts_of_rows(r, c):
         (89, "float16", (noisy(1, None), None), {}),
         (80, "float32", (near(1, None), near(None, 1)), {}),
         *(
-            (capability, "float32" if capability < 90 else "bfloat16", layouts, {})
-            for capability in SHARED_MEMORY
+            (capability, dtype, layouts, {})
+            for capability, dtype in [(90, "bfloat16"), (86, "float32")]
             for block in [(128, 128), (32, 32), (256, 128)]
             for layouts in layouts_of_rows(*block)
         ),
@@ -352,13 +353,16 @@ def test_quantization_of_layers(capability, dtype, bits, block, criterion):
     calls = [
         (norm(*args), forward, fallback),
         (gate(*args), forward, fallback),
-        (gate(*args, grouped=True), forward, fallback),
         (gate_grad(*args), backward, {}),
-        (gate_grad(*args, grouped=True), backward, {}),
         (norm(*args), in_rows, {}),
-        (gate(*args), in_rows, {}),
         (gate_grad(*args), summed, {}),
     ]
+    if capability == 90:
+        calls += [
+            (gate(*args, grouped=True), forward, fallback),
+            (gate_grad(*args, grouped=True), backward, {}),
+            (gate(*args), in_rows, {}),
+        ]
     kernels = [
         kernel
         for source, layouts, options in calls
@@ -367,7 +371,7 @@ def test_quantization_of_layers(capability, dtype, bits, block, criterion):
         )
     ]
     # The gradients of blocks of 256 rows take two passes, and one of these two kernels.
-    assert len(kernels) == (9 if r == 256 else 8)
+    assert len(kernels) == len(calls) + (r == 256)
     for kernel in kernels:  # Loads of x take at least 8 bytes at once.
         assert re.search(r"ld\.global\.v[24]", kernel.ptx), kernel.name
 

@@ -13,7 +13,11 @@ from tests.marks import rows_with_first_fast
 @pytest.mark.parametrize(
     ("name", "size"),
     rows_with_first_fast(
-        itertools.product(threshold_cases.METRICS, [64, 1, 3000, 9000]), 3
+        [
+            *itertools.product(threshold_cases.METRICS, [64, 1, 3000]),
+            *[(name, 9000) for name in ("ordinary", "tied")],
+        ],
+        3,
     ),
 )
 def test_matches_the_reference(name, size):
