@@ -128,7 +128,7 @@ def chat(tmp_path):
     tokenizer.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
-    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "<|end|>"}
+    tokens = {"bos_token": "<s>", "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
     return folder
 

@@ -51,29 +51,34 @@ CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (CONFIG, {"added_tokens_decoder": []}, "other than tokens as added_tokens_dec"),
+        (CONFIG, {"added_tokens_decoder": []}, "'list' object has no"),
         (CONFIG, {"added_tokens_decoder": {"x": {"content": "a"}}}, "invalid literal"),
-        (CONFIG, {"added_tokens_decoder": {"9": {"id": 9}}}, "decoder: 'content'"),
-        (CONFIG, {"added_tokens_decoder": {"9": 9}}, "other than tokens as added"),
-        (CONFIG, {"bos_token": 5}, "has other than tokens as bos_token"),
-        (CONFIG, {"bos_token": {"content": 5}}, "bos_token: 'int' object"),
-        (CONFIG, {"pad_token": {"content": "a", "lstrip": "b"}}, "pad_token: 'str'"),
-        (CONFIG, {"pad_token": "\ud800"}, "pad_token: .*surrogates not allowed"),
-        (CONFIG, {"additional_special_tokens": 5}, "tokens as additional_special_to"),
-        (CONFIG, {"extra_special_tokens": [[]]}, "tokens as extra_special_tokens"),
-        (CONFIG, ["a"], "tokenizer_config.json does not hold a JSON object"),
-        (MAP, {"eos_token": []}, "map.json has other than tokens as eos_token"),
-        ("added_tokens.json", {"a": "b"}, "tokens.json does not hold ids of tokens"),
-        ("added_tokens.json", {"a": 1.5}, "tokens.json does not hold ids of tokens"),
-        ("added_tokens.json", {"\ud800": 1}, "tokens.json does not hold ids of tok"),
-        ("tokenizer.json", {"model": {}}, "tokenizer.json is not a tokenizer"),
-        ("tokenizer.json", {"a": 5}, "tokenizer.json is not a tokenizer"),
+        (CONFIG, {"added_tokens_decoder": {"9": 9}}, "should be a dictionary or an"),
+        (CONFIG, {"bos_token": 5}, "Special token bos_token has to be either str or"),
+        (CONFIG, {"pad_token": "\ud800"}, "surrogates not allowed"),
+        (CONFIG, {"extra_special_tokens": 5}, "must be a list/tuple of tokens or"),
+        (MAP, {"eos_token": []}, "Special token eos_token has to be either"),
+        ("added_tokens.json", {"\ud800": 1}, "surrogates not allowed"),
+        ("tokenizer.json", {"a": 5}, "cannot read tokenizer.json: "),
     ],
 )
 def test_files_of_tokens_that_are_damaged_are_named(tmp_path, name, content, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         load_tokenizer(with_file(tmp_path, name, content))
-    assert str(caught.value).startswith(str(tmp_path / name))
+    assert str(caught.value).startswith(f"{tmp_path}: transformers cannot read ")
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{", "is not JSON"), (b"\xff", "is not JSON"), (b"[]", "does not hold a JSON")],
+)
+@pytest.mark.parametrize("name", ["tokenizer.json", CONFIG, MAP, "added_tokens.json"])
+def test_files_that_are_no_json_objects_are_named(tmp_path, name, content, message):
+    folder = with_file(tmp_path, CONFIG, {})
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"^{folder / name} {message}"):
+        load_tokenizer(folder)
 
 
 def test_a_tokenizer_that_cannot_encode_is_named(tmp_path):

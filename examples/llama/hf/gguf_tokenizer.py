@@ -8,11 +8,11 @@ except that ``llama`` also puts a space after special tokens.
 
 import json
 import logging
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import gguf
-from tokenizers import Tokenizer
 
 from examples.llama.hf import files
 from fbq_jax.export import ExportError
@@ -36,14 +36,15 @@ _SPLITS = {
 }
 
 
-def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """Reads the tokenizer of a checkpoint, None if it has none.
+def read_tokenizer(folder: Path, vocab_size: int) -> Any:
+    """Reads the tokenizer of a checkpoint with transformers, None if it has none.
 
     Raises ExportError if llama.cpp has no tokenizer that splits and joins text this
     way, or if the tokenizer has tokens that the model lacks.
     """
-    if (tokenizer := files.load_tokenizer(folder)) is None:
+    if (loaded := files.open_tokenizer(folder)) is None:
         return None
+    tokenizer = loaded.backend_tokenizer
     file, stored = folder / files.TOKENIZER, json.loads(tokenizer.to_str())
     known = _is_sentencepiece(stored) or _split_of(stored) is not None
     if stored["model"]["type"] != "BPE" or not known:
@@ -56,17 +57,18 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
         raise ExportError(
             f"{file} has a token {last}, the model has {vocab_size} tokens"
         )
-    files.chat_template(folder)
-    return tokenizer
+    if not isinstance(template := _chat_template(loaded), str | None):
+        got = reprlib.repr(template)
+        raise ExportError(f"{folder} has a chat template that is not text: {got}")
+    return loaded
 
 
-def add_tokenizer(
-    writer: Any, tokenizer: Tokenizer, folder: Path, vocab_size: int
-) -> None:
+def add_tokenizer(writer: Any, loaded: Any, folder: Path, vocab_size: int) -> None:
     """Adds the tokenizer of `read_tokenizer`, its special tokens and the chat template.
 
     Of ``vocab_size`` tokens of the model, those that the tokenizer lacks are unused.
     """
+    tokenizer = loaded.backend_tokenizer
     stored = json.loads(tokenizer.to_str())
     model, spaces = stored["model"], _is_sentencepiece(stored)
     types = gguf.TokenType
@@ -97,16 +99,21 @@ def add_tokenizer(
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
     with files.named_errors(f"{folder} has a tokenizer that gguf cannot read"):
         special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
-    special.chat_template = files.chat_template(folder)
-    for role, text in files.special_tokens(folder).items():
-        if (index := tokenizer.token_to_id(text)) is not None:
-            special.special_token_ids.setdefault(role.removesuffix("_token"), index)
+    special.chat_template = _chat_template(loaded)
+    for role, text in loaded.special_tokens_map.items():
+        index = tokenizer.token_to_id(text)
+        special.special_token_ids.setdefault(role.removesuffix("_token"), index)
     if not spaces and not special.merges:
         special.merges = [_NO_MERGE]
     ids, known = tokenizer.encode("a").ids, special.special_token_ids
     ends = {"bos": ids[:1], "eos": ids[-1:]}
     special.add_special_token = {end: ends[end] == [known.get(end)] for end in ends}
     special.add_to_gguf(writer, quiet=True)
+
+
+def _chat_template(loaded: Any) -> Any:
+    with files.named_errors(f"{loaded.name_or_path} has no default chat template"):
+        return loaded.chat_template and loaded.get_chat_template()
 
 
 def _split_of(stored: Json) -> str | None:
