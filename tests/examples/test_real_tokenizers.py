@@ -49,24 +49,23 @@ CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        (CONFIG, {"added_tokens_decoder": []}, "'list' object has no"),
-        (CONFIG, {"added_tokens_decoder": {"x": {"content": "a"}}}, "invalid literal"),
-        (CONFIG, {"added_tokens_decoder": {"9": 9}}, "should be a dictionary or an"),
-        (CONFIG, {"bos_token": 5}, "Special token bos_token has to be either str or"),
-        (CONFIG, {"pad_token": "\ud800"}, "surrogates not allowed"),
-        (CONFIG, {"extra_special_tokens": 5}, "must be a list/tuple of tokens or"),
-        (MAP, {"eos_token": []}, "Special token eos_token has to be either"),
-        ("added_tokens.json", {"\ud800": 1}, "surrogates not allowed"),
-        ("tokenizer.json", {"a": 5}, "cannot read tokenizer.json: "),
+        (CONFIG, {"added_tokens_decoder": []}),
+        (CONFIG, {"added_tokens_decoder": {"x": {"content": "a"}}}),
+        (CONFIG, {"added_tokens_decoder": {"9": 9}}),
+        (CONFIG, {"bos_token": 5}),
+        (CONFIG, {"pad_token": "\ud800"}),
+        (CONFIG, {"extra_special_tokens": 5}),
+        (MAP, {"eos_token": []}),
+        ("added_tokens.json", {"\ud800": 1}),
+        ("tokenizer.json", {"a": 5}),
     ],
 )
-def test_files_of_tokens_that_are_damaged_are_named(tmp_path, name, content, message):
-    with pytest.raises(CheckpointError, match=message) as caught:
+def test_files_of_tokens_that_are_damaged_are_named(tmp_path, name, content):
+    message = rf"^{tmp_path}: transformers cannot read .*{name}: \S"
+    with pytest.raises(CheckpointError, match=message):
         load_tokenizer(with_file(tmp_path, name, content))
-    assert str(caught.value).startswith(f"{tmp_path}: transformers cannot read ")
-    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(
