@@ -21,8 +21,9 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 # What transformers reads, and a processor's chat template.
-_TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
-_TOKENIZER_FILES += ("added_tokens.json", "chat_template.json")
+_TOKENIZER_FILES: tuple[str, ...] = (TOKENIZER, "tokenizer_config.json")
+_TOKENIZER_FILES += ("special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_FILES += ("chat_template.json",)
 _INDEX = "model.safetensors.index.json"
 Folder = str | Path
 # The dtypes of weights in floats, as safetensors names them.
