@@ -4,7 +4,6 @@ import io
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -36,7 +35,7 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
     and the load and fallback rates of each expert in each layer at the end.
     """
     records = metrics.read(run / "metrics.jsonl")
-    loads = _alike(records, lambda r: r.get("expert_load"))
+    loads = [record for record in records if "expert_load" in record]
     target = None if recipe is None or not recipe.criterion else recipe.target_rate
     rows = 1 + (target is not None) + bool(loads)
     figure = Figure(figsize=(10, 1 + 3 * rows), layout="constrained")
@@ -101,26 +100,17 @@ def _draw_validation(axes: Axes, run: Path, **line: Any) -> None:
     axes.plot(steps, loss, "o", markeredgecolor="white", markersize=7, **line)
 
 
-def _alike(records: Records, value_of: Any) -> Records:
-    """The records whose value has the shapes of the last one's; edited files differ."""
-    found = [(jax.tree.map(np.shape, x), r) for r in records if (x := value_of(r))]
-    return [record for shape, record in found if shape == found[-1][0]]
-
-
 def _draw_rates(
     figure: SubFigure, records: Records, target: tuple[float, float]
 ) -> None:
-    def rates_of(record: dict[str, Any]) -> dict[str, Any]:
-        layers = record.get("fallback", {}).items()
-        return {name: np.array(layer["rate"], np.float64) for name, layer in layers}
-
-    if not (records := _alike(records, rates_of)):
+    records = [record for record in records if record.get("fallback")]
+    if not records:
         return
-    steps, rates = _column(records, "step"), [rates_of(record) for record in records]
+    steps, rates = _column(records, "step"), [record["fallback"] for record in records]
     panels = figure.subplots(1, len(rates[0]), sharey=True, squeeze=False)[0]
     for panel, projection in zip(panels, rates[0], strict=True):
         panel.axhspan(*target, color="0.87", zorder=0)
-        layers = np.array([rate[projection] for rate in rates])
+        layers = np.array([rate[projection]["rate"] for rate in rates], np.float64)
         colors = _draw_layers(panel, steps, layers.reshape(len(records), -1))
         panel.set(title=projection.removeprefix("layers/"))
     panels[0].set(ylabel="fallback rate", ylim=(0, None))

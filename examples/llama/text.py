@@ -13,13 +13,7 @@ from examples.llama.data import SEPARATOR, token_ids_folder
 from examples.llama.errors import UserError
 from examples.llama.hf import files
 from examples.llama.hf.config_json import to_json
-from examples.llama.hf.files import (
-    TOKENIZER,
-    load_tokenizer,
-    named_errors,
-    open_tokenizer,
-    read_json,
-)
+from examples.llama.hf.files import TOKENIZER, named_errors
 from examples.llama.model_config import LlamaConfig
 
 
@@ -51,7 +45,7 @@ class TokenizerOf:
     """Turns text into tokens and back with the tokenizer of a checkpoint's folder."""
 
     def __init__(self, folder: Path):
-        if (loaded := open_tokenizer(folder)) is None:
+        if (loaded := files.open_tokenizer(folder)) is None:
             what = f"{TOKENIZER}, which turns text into tokens"
             raise UserError(f"{folder} has no {what}")
         self._folder, self._loaded = folder, loaded
@@ -89,7 +83,7 @@ class TokenizerOf:
 
     def _find_stops(self) -> frozenset[int]:
         for name in ("generation_config.json", "config.json"):
-            ids = read_json(self._folder / name, {}).get("eos_token_id")
+            ids = files.read_json(self._folder / name, {}).get("eos_token_id")
             listed = ids if isinstance(ids, list) else [ids]
             if ids is not None and all(type(i) is int for i in listed):
                 return frozenset(listed)
@@ -130,7 +124,7 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     its data, which for text is that of bytes; or None if the data has none.
     """
     folder = _tokenizer_of(config)
-    tokenizer = byte_tokenizer() if folder is None else load_tokenizer(folder)
+    tokenizer = byte_tokenizer() if folder is None else files.load_tokenizer(folder)
     if config.from_hf is not None or tokenizer is None:
         yield None if config.from_hf is None else folder
         return
