@@ -44,8 +44,8 @@ def named_errors(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
     except BaseException as error:
-        why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{what}: {why}") from error
+        why = str(getattr(error, "strerror", None) or error)
+        raise CheckpointError(f"{what}: {' '.join(why.split())}") from error
 
 
 def exists(file: Path) -> bool:
