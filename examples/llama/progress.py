@@ -19,12 +19,9 @@ _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
-    """The progress bar of a run; until the first `show` it says that JAX compiles."""
-    text = "compiling" if done < steps else None
+    """The progress bar of a run."""
     # tqdm's own rate would count validations, checkpoints and compiling as steps.
-    return tqdm(
-        initial=done, total=steps, bar_format=_FORMAT, postfix=text, disable=not shown
-    )
+    return tqdm(initial=done, total=steps, bar_format=_FORMAT, disable=not shown)
 
 
 def show(bar: tqdm, record: dict[str, Any]) -> None:

@@ -196,22 +196,20 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes the weights of a checkpoint: one file, or shards and their index."""
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, tensor in tensors.items():
-        size = sum(array.nbytes for array in shards[-1].values())
-        if shards[-1] and size + tensor.nbytes > _SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = np.ascontiguousarray(tensor)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weight_map |= dict.fromkeys(shard, file if len(shards) > 1 else WEIGHTS)
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    plan = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_SHARD_BYTES,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        shard = {name: np.ascontiguousarray(tensors[name]) for name in names}
         # transformers rejects weights without this metadata.
-        path = folder / weight_map[next(iter(shard))]
-        safetensors.numpy.save_file(shard, path, {"format": "pt"})
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        safetensors.numpy.save_file(shard, folder / file, {"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / _INDEX).write_text(
             json.dumps(index, indent=2) + "\n", encoding="utf-8"
         )
