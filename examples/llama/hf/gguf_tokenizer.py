@@ -7,7 +7,6 @@ except that ``llama`` also puts a space after special tokens.
 """
 
 import json
-import logging
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 # llama.cpp refuses byte-level BPE without merges. UTF-8 has no byte 0xFF to merge.
 _NO_MERGE = "ÿ ÿ"
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")  # of special tokens in llama.cpp
 # How the byte-level tokenizers that llama.cpp knows split text: the regular expression
 # before the bytes, or none where ByteLevel has its own; and whether a word that is in
 # the vocabulary needs no merges.
@@ -95,20 +95,20 @@ def add_tokenizer(writer: Any, loaded: Any, folder: Path, vocab_size: int) -> No
         writer.add_token_scores(scores)
         first = tokenizer.encode("a", add_special_tokens=False).tokens[0]
         writer.add_add_space_prefix(first.startswith(_SPACE))
-    # It also warns of templates that it does not understand, which we try out.
-    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
-    with files.named_errors(f"{folder} has a tokenizer that gguf cannot read"):
-        special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
-    special.chat_template = _chat_template(loaded)
-    for role, text in loaded.special_tokens_map.items():
-        index = tokenizer.token_to_id(text)
-        special.special_token_ids.setdefault(role.removesuffix("_token"), index)
-    if not spaces and not special.merges:
-        special.merges = [_NO_MERGE]
-    ids, known = tokenizer.encode("a").ids, special.special_token_ids
-    ends = {"bos": ids[:1], "eos": ids[-1:]}
-    special.add_special_token = {end: ends[end] == [known.get(end)] for end in ends}
-    special.add_to_gguf(writer, quiet=True)
+    else:
+        merges = [" ".join(pair) for pair in model["merges"]]
+        writer.add_token_merges(merges or [_NO_MERGE])
+    roles, known = loaded.special_tokens_map, files.read_json(folder / files.CONFIG, {})
+    known |= {f"{role}_id": tokenizer.token_to_id(roles[role]) for role in roles}
+    for role in _ROLES:
+        index = known.get(f"{role}_token_id")
+        if type(index) is int and 0 <= index < vocab_size:
+            getattr(writer, f"add_{role}_token_id")(index)
+    ids = tokenizer.encode("a").ids
+    writer.add_add_bos_token(ids[:1] == [known.get("bos_token_id")])
+    writer.add_add_eos_token(ids[-1:] == [known.get("eos_token_id")])
+    if (template := _chat_template(loaded)) is not None:
+        writer.add_chat_template(template)
 
 
 def _chat_template(loaded: Any) -> Any:
