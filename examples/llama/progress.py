@@ -26,11 +26,9 @@ def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
 
 def show(bar: tqdm, record: dict[str, Any]) -> None:
     """Advances the progress bar by one step and shows the metrics of that step."""
-    shown = {"loss": f"{record['loss']:.3f}"}
-    if (seconds := record.get("seconds")) is not None:
-        shown["s/step"] = f"{seconds:.3g}"
-        steps_left = (bar.total or 0) - bar.n - 1
-        shown["left"] = tqdm.format_interval(seconds * steps_left)
+    seconds, steps_left = record["seconds"], (bar.total or 0) - bar.n - 1
+    shown = {"loss": f"{record['loss']:.3f}", "s/step": f"{seconds:.3g}"}
+    shown["left"] = tqdm.format_interval(seconds * steps_left)
     shown["tokens/s"] = f"{record['tokens_per_s']:,.0f}"
     if "mfu" in record:
         shown["mfu"] = f"{record['mfu']:.1%}"
