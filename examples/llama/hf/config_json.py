@@ -102,7 +102,7 @@ def _check_number(key: str, number: Any, tensors: int) -> None:
 
 def _read(family: Family, stored: Json, found: Any, tensors: int) -> LlamaConfig:
     """Translates what transformers ``found`` in a config.json."""
-    rope, local = found.rope_parameters, {"rope_theta": None}
+    rope, local = found.rope_parameters, {"rope_theta": None, "rope_type": "default"}
     if (local_key := family.local_rope_key) is not None:
         rope, local = rope[_FULL], rope[_SLIDING]
         check_value(local_key, local["rope_theta"], FromOne)
@@ -117,10 +117,10 @@ def _read(family: Family, stored: Json, found: Any, tensors: int) -> LlamaConfig
     if family.layer_types:
         types = found.layer_types
     elif stored.get("layer_types") is not None:  # transformers does not read it
-        _check_list("layer_types", stored["layer_types"], layers, set(types))
+        _check_list("layer_types", stored["layer_types"], layers, types[:1])
     rotates = found.no_rope_layers if family.nope else [1] * len(layers)
-    _check_list("layer_types", types, layers, {_FULL, _SLIDING})
-    _check_list("no_rope_layers", rotates, layers, {0, 1})
+    _check_list("layer_types", types, layers, [_FULL, _SLIDING])
+    _check_list("no_rope_layers", rotates, layers, [0, 1])
     slides = tuple(layer for layer in layers if types[layer] == _SLIDING)
     return LlamaConfig(
         **{**fields, **family.settings},
@@ -135,11 +135,11 @@ def _read(family: Family, stored: Json, found: Any, tensors: int) -> LlamaConfig
     )
 
 
-def _check_list(key: str, listed: Any, layers: range, values: set[Any]) -> None:
+def _check_list(key: str, listed: Any, layers: range, values: list[Any]) -> None:
     """Raises ValueError if a list does not have one of the values for each layer."""
     is_list = isinstance(listed, list) and len(listed) == len(layers)
     if not is_list or any(value not in values for value in listed):
-        accepted, n = " or ".join(sorted(map(repr, values))), len(layers)
+        accepted, n = " or ".join(map(repr, values)), len(layers)
         got = f"{n} layers, got {reprlib.repr(listed)}"
         raise ValueError(f"{key} takes {accepted} for each of the {got}")
 
@@ -157,17 +157,16 @@ def _check_supported(family: Family, found: Any, rope: Json, local: Json) -> Non
     if not rope.keys().isdisjoint((_FULL, _SLIDING)):
         rotation = "takes one rotation for all layers"
         raise ValueError(f"rope_parameters {rotation} of a {family.model_type}")
-    if _rope_type(local) != "default" or local.get("partial_rotary_factor", 1.0) != 1.0:
+    if (
+        local["rope_type"] != "default"
+        or local.get("partial_rotary_factor", 1.0) != 1.0
+    ):
         rotation, got = f"the default rotation for {_SLIDING}", reprlib.repr(local)
         raise ValueError(f"rope_parameters takes {rotation}, got {got}")
 
 
-def _rope_type(rope: Json) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
 def _rope_scaling(family: Family, rope: Json) -> RopeScaling | None:
-    rope_type = _rope_type(rope)
+    rope_type = rope["rope_type"]
     if rope_type not in family.rope_types:
         given, supported = reprlib.repr(rope_type), ", ".join(family.rope_types)
         raise ValueError(
