@@ -102,7 +102,8 @@ def _check_number(key: str, number: Any, tensors: int) -> None:
 
 def _read(family: Family, stored: Json, found: Any, tensors: int) -> LlamaConfig:
     """Translates what transformers ``found`` in a config.json."""
-    rope, local = found.rope_parameters, {"rope_theta": None, "rope_type": "default"}
+    rope = found.rope_parameters
+    local: Json = {"rope_theta": None, "rope_type": "default"}
     if (local_key := family.local_rope_key) is not None:
         rope, local = rope[_FULL], rope[_SLIDING]
         check_value(local_key, local["rope_theta"], FromOne)
