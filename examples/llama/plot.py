@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize, TwoSlopeNorm
+from matplotlib.colors import ListedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -117,12 +117,10 @@ def _draw_rates(
     panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     shaded = "target, {:.0%} to {:.0%}".format(*target)
     figure.suptitle(f"Fallback rate, smoothed (shaded: {shaded})")
-    norm = BoundaryNorm(range(len(colors) + 1), len(colors))
+    norm = Normalize(-0.5, len(colors) - 0.5)
     scale = ScalarMappable(norm, ListedColormap(colors))
-    bar = figure.colorbar(scale, ax=panels, label="layer")
-    shown = range(0, len(colors), -(-len(colors) // 8))
-    bar.set_ticks([layer + 0.5 for layer in shown], labels=[str(n) for n in shown])
-    bar.ax.tick_params(which="both", length=0)
+    ticks = MaxNLocator(8, integer=True)
+    figure.colorbar(scale, ax=panels, label="layer", ticks=ticks)
 
 
 def _draw_layers(panel: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -138,23 +136,22 @@ def _draw_layers(panel: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarr
 
 def _draw_experts(figure: SubFigure, records: Records) -> None:
     loads = np.array([record["expert_load"] for record in records], np.float64)
+    steps = _column(records, "step")
     relative = loads / np.maximum(loads.mean(axis=-1, keepdims=True), 1)
-    ending = max(1, len(records) // 20)
-    load = relative[-ending:].mean(axis=0)
-    found: dict[str, list[Any]] = {}
-    for record in records[-ending:]:
-        for name, layer in record.get("fallback", {}).items():
-            if np.shape(rates := layer.get("expert_rates")) == load.shape:
-                found.setdefault(name, []).append(rates)
+    records = records[-max(1, len(records) // 20) :]
+    load = relative[-len(records) :].mean(axis=0)
+    layers = records[-1].get("fallback", {}).items()
+    found = [name for name, layer in layers if "expert_rates" in layer]
     busiest, *panels = figure.subplots(1, 2 + len(found))
-    _draw_layers(busiest, _column(records, "step"), relative.max(axis=-1))
+    _draw_layers(busiest, steps, relative.max(axis=-1))
     busiest.set(title="largest load / mean", ylim=(1, None))
     # White is the mean of the layer.
     norm = TwoSlopeNorm(1, 0, max(2, load.max()))
     maps: list[Any] = [("load / mean", load, "RdBu_r", norm)]
-    for name, tables in found.items():
+    for name in found:
         title = f"fallback rate, {name.rpartition('/')[2]}"
-        mean = np.array(tables, np.float64).mean(axis=0)
+        rates = [record["fallback"][name]["expert_rates"] for record in records]
+        mean = np.array(rates, np.float64).mean(axis=0)
         maps.append((title, mean, "viridis", Normalize(0, 1)))
     for panel, (title, values, colors, norm) in zip(panels, maps, strict=True):
         image = panel.imshow(
