@@ -1,22 +1,31 @@
 """Tokenizers give the ids that transformers gives, whatever the size of a text."""
 
 import json
+import socket
 
 import pytest
 from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from examples.llama import data
 from examples.llama.errors import UserError
+from examples.llama.hf import load
 from examples.llama.hf.files import CheckpointError, load_tokenizer, vocab_size
 from examples.llama.text import TokenizerOf, byte_tokenizer
-from tests.examples.real_tokenizers import TEXTS, TOKENIZERS, long_document, write
+from tests.examples.make_hf_fixture import FIXTURE
+from tests.examples.real_tokenizers import (
+    TEXTS,
+    TOKENIZERS,
+    gpt2,
+    long_document,
+    write,
+)
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
 def test_ids_are_those_of_transformers(tmp_path, make):
-    transformers = pytest.importorskip("transformers", reason="compares with it")
     folder = write(tmp_path / "tokenizer", make)
-    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    loaded = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)
     assert tokenizer.get_vocab() == loaded.get_vocab()
     assert vocab_size(tokenizer) == max(loaded.get_vocab().values()) + 1
@@ -37,6 +46,16 @@ def test_windows_change_no_ids(tmp_path, make, monkeypatch):
     windows = list(data._encode_long(text.encode(), tokenizer))
     assert [index for ids in windows for index in ids] == whole
     assert len(windows) > 10
+
+
+def test_tokenizers_and_configurations_need_no_network(tmp_path, monkeypatch):
+    def connect(*_):
+        raise AssertionError("uses the network")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    assert load_tokenizer(write(tmp_path / "tokenizer", gpt2)) is not None
+    load(FIXTURE / "llama")
 
 
 def with_file(folder, name, content):

@@ -797,4 +797,4 @@ def test_folders_that_cannot_be_used_are_named(config, tmp_path, capsys):
         np.arange(100, dtype=np.uint16).tofile(data / name)
     (data / "tokenizer.json").write_bytes(b"\xff{")
     error = error_of(capsys, [f"--data={data}", f"--out={tmp_path / 'run'}"])
-    assert f"{data / 'tokenizer.json'} is not a tokenizer" in error
+    assert f"{data / 'tokenizer.json'} is not JSON" in error
