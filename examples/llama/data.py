@@ -4,7 +4,6 @@ Batch i is a pure function of (seed, i): a run that resumes at step i reads batc
 no iterator state has to be saved.
 """
 
-import bisect
 import contextlib
 import itertools
 import os
@@ -19,7 +18,7 @@ from typing import Literal
 
 import grain
 import numpy as np
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 from examples.llama.errors import UserError
 from examples.llama.hf.files import load_tokenizer, named_errors, vocab_size
@@ -33,7 +32,6 @@ HELD_OUT = 20  # every 20th file, or with fewer files, the last 20th of the text
 _TOGETHER = 2**22  # bytes of documents to encode at once, which takes seconds
 _WINDOW = 2**19  # bytes of a document to encode at once, in some 160 times the memory
 _OVERLAP = 2**15  # characters that two windows share
-_SIDE = 8  # tokens on each side of where one takes over, of which most differ
 _TOKEN_IDS = ("train.bin", "val.bin")  # files of a folder
 # Folders of the standard library that are not its source.
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -167,12 +165,6 @@ def _encode(texts: list[bytes], path: Path, tokenizer: Tokenizer | None) -> np.n
     if tokenizer is None:
         return np.frombuffer(SEPARATOR.join(texts), np.uint8)
     ids = array("I")
-    try:
-        for text in texts:
-            text.decode()
-    except UnicodeDecodeError as error:
-        why = f"({error}), as the tokenizer requires"
-        raise UserError(f"data: {path} is not UTF-8 {why}") from error
     with named_errors(f"data: the tokenizer cannot encode {path}"):
         for some in interruptible(_encode_texts(texts, tokenizer)):
             ids.extend(some)
@@ -193,59 +185,45 @@ def _encode_texts(texts: list[bytes], tokenizer: Tokenizer) -> Iterator[list[int
                 yield from _encode_long(text, tokenizer)
 
 
-class _Window:
-    """A part of a document and its tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, document: bytes, start: int, size: int):
-        self.start, self.is_last = start, start + size >= len(document)
-        # The last character may be incomplete.
-        self.text = document[start : start + size].decode(errors="ignore")
-        encoding = tokenizer.encode(self.text)
-        self.ids, self.offsets = encoding.ids, encoding.offsets
-
-    def between(self, low: int, high: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """The index of the first token between two characters, and all of them.
-
-        A token is its id and its characters, counted from `low`.
-        """
-        first, last = (bisect.bisect_left(self.offsets, (x, x)) for x in (low, high))
-        tokens = zip(self.ids[first:last], self.offsets[first:last], strict=True)
-        return first, [(x, start - low, end - low) for x, (start, end) in tokens]
-
-
 def _encode_long(document: bytes, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Encodes a document in windows that overlap, to the ids of the whole document.
+    """Encodes a document in windows that overlap.
 
-    A window takes over from the one before where both have the same tokens, far from
-    their ends, and not amid repetitions, whose tokens can depend on where they end.
-    Windows grow until they find such a place. The ids are those of the whole if the
-    text that a token depends on is no further away than a quarter of the overlap.
+    A window begins with a token of the one before, and takes over from it in the middle
+    of the overlap: at the first token of a line, or else at the first token, that both
+    have. Without one, the window before grows.
     """
-    is_bpe = isinstance(tokenizer.model, models.BPE)  # whose merges see no ends
-    scale, window, first = 1, _Window(tokenizer, document, 0, _WINDOW), 0
-    while not window.is_last:
-        shared, margin = len(window.text) - _OVERLAP * scale, _OVERLAP * scale // 4
-        low, high = shared + margin, len(window.text) - margin
-        # A window that begins at a token of the one before soon has the same ones.
-        begin = max((x for x, _ in window.offsets if x <= shared), default=0)
-        start = window.start + len(window.text[:begin].encode())
-        after = _Window(tokenizer, document, start, _WINDOW * scale)
-        here, tokens = window.between(low, high)
-        there, same = after.between(low - begin, high - begin)
-        places = range(_SIDE, len(tokens) - _SIDE) if begin and tokens == same else ()
-        for place in places:
-            sides = tokens[place - _SIDE : place], tokens[place : place + _SIDE]
-            kinds = min(len({token for token, _, _ in side}) for side in sides)
-            is_blank = window.text[low + tokens[place][1]].isspace()
-            varies = kinds > _SIDE // 2 or (is_bpe and not is_blank)
-            if varies and here + place > first:
-                yield window.ids[first : here + place]
-                scale, window, first = 1, after, there + place
-                break
+    document.decode()  # raises UnicodeDecodeError
+    start, first, size = 0, 0, _WINDOW
+    window = _Window(document[:size], tokenizer)
+    while start + size < len(document):
+        text, begins = window.text, window.begins
+        shared = len(text) - _OVERLAP
+        skipped = max((x for x in begins if x <= shared), default=0)
+        later = start + len(text[:skipped].encode())
+        after = _Window(document[later : later + _WINDOW], tokenizer)
+        middle = range(shared + _OVERLAP // 4, len(text) - _OVERLAP // 4)
+        both = [x for x in begins if x in middle and x - skipped in after.begins]
+        if skipped and both:
+            place = min(both, key=lambda x: (text[x - 1] != "\n", x))
+            yield window.ids[first : begins[place]]
+            start, first, size = later, after.begins[place - skipped], _WINDOW
+            window = after
         else:
-            scale *= 2
-            window = _Window(tokenizer, document, window.start, _WINDOW * scale)
+            size *= 2
+            window = _Window(document[start : start + size], tokenizer)
     yield window.ids[first:]
+
+
+class _Window:
+    """A part of a document, its tokens, and where tokens begin near its ends."""
+
+    def __init__(self, part: bytes, tokenizer: Tokenizer):
+        self.text = part.decode(errors="ignore")  # the last character may be incomplete
+        encoding = tokenizer.encode(self.text)
+        far = range(_OVERLAP, len(self.text) - 2 * _OVERLAP)
+        begins = [(x, i) for i, (x, _) in enumerate(encoding.offsets) if x not in far]
+        # The index of the first token that begins at a character.
+        self.ids, self.begins = encoding.ids, dict(reversed(begins))
 
 
 def _memory_map(path: Path) -> np.ndarray:

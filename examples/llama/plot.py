@@ -4,12 +4,11 @@ import io
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize, TwoSlopeNorm
+from matplotlib.colors import ListedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -36,7 +35,7 @@ def draw_curves(run: Path, recipe: Recipe | None) -> None:
     and the load and fallback rates of each expert in each layer at the end.
     """
     records = metrics.read(run / "metrics.jsonl")
-    loads = _alike(records, lambda r: r.get("expert_load"))
+    loads = [record for record in records if "expert_load" in record]
     target = None if recipe is None or not recipe.criterion else recipe.target_rate
     rows = 1 + (target is not None) + bool(loads)
     figure = Figure(figsize=(10, 1 + 3 * rows), layout="constrained")
@@ -101,38 +100,27 @@ def _draw_validation(axes: Axes, run: Path, **line: Any) -> None:
     axes.plot(steps, loss, "o", markeredgecolor="white", markersize=7, **line)
 
 
-def _alike(records: Records, value_of: Any) -> Records:
-    """The records whose value has the shapes of the last one's; edited files differ."""
-    found = [(jax.tree.map(np.shape, x), r) for r in records if (x := value_of(r))]
-    return [record for shape, record in found if shape == found[-1][0]]
-
-
 def _draw_rates(
     figure: SubFigure, records: Records, target: tuple[float, float]
 ) -> None:
-    def rates_of(record: dict[str, Any]) -> dict[str, Any]:
-        layers = record.get("fallback", {}).items()
-        return {name: np.array(layer["rate"], np.float64) for name, layer in layers}
-
-    if not (records := _alike(records, rates_of)):
+    records = [record for record in records if record.get("fallback")]
+    if not records:
         return
-    steps, rates = _column(records, "step"), [rates_of(record) for record in records]
+    steps, rates = _column(records, "step"), [record["fallback"] for record in records]
     panels = figure.subplots(1, len(rates[0]), sharey=True, squeeze=False)[0]
     for panel, projection in zip(panels, rates[0], strict=True):
         panel.axhspan(*target, color="0.87", zorder=0)
-        layers = np.array([rate[projection] for rate in rates])
+        layers = np.array([rate[projection]["rate"] for rate in rates], np.float64)
         colors = _draw_layers(panel, steps, layers.reshape(len(records), -1))
         panel.set(title=projection.removeprefix("layers/"))
     panels[0].set(ylabel="fallback rate", ylim=(0, None))
     panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     shaded = "target, {:.0%} to {:.0%}".format(*target)
     figure.suptitle(f"Fallback rate, smoothed (shaded: {shaded})")
-    norm = BoundaryNorm(range(len(colors) + 1), len(colors))
+    norm = Normalize(-0.5, len(colors) - 0.5)
     scale = ScalarMappable(norm, ListedColormap(colors))
-    bar = figure.colorbar(scale, ax=panels, label="layer")
-    shown = range(0, len(colors), -(-len(colors) // 8))
-    bar.set_ticks([layer + 0.5 for layer in shown], labels=[str(n) for n in shown])
-    bar.ax.tick_params(which="both", length=0)
+    ticks = MaxNLocator(8, integer=True)
+    figure.colorbar(scale, ax=panels, label="layer", ticks=ticks)
 
 
 def _draw_layers(panel: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -148,23 +136,22 @@ def _draw_layers(panel: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarr
 
 def _draw_experts(figure: SubFigure, records: Records) -> None:
     loads = np.array([record["expert_load"] for record in records], np.float64)
+    steps = _column(records, "step")
     relative = loads / np.maximum(loads.mean(axis=-1, keepdims=True), 1)
-    ending = max(1, len(records) // 20)
-    load = relative[-ending:].mean(axis=0)
-    found: dict[str, list[Any]] = {}
-    for record in records[-ending:]:
-        for name, layer in record.get("fallback", {}).items():
-            if np.shape(rates := layer.get("expert_rates")) == load.shape:
-                found.setdefault(name, []).append(rates)
+    records = records[-max(1, len(records) // 20) :]
+    load = relative[-len(records) :].mean(axis=0)
+    layers = records[-1].get("fallback", {}).items()
+    found = [name for name, layer in layers if "expert_rates" in layer]
     busiest, *panels = figure.subplots(1, 2 + len(found))
-    _draw_layers(busiest, _column(records, "step"), relative.max(axis=-1))
+    _draw_layers(busiest, steps, relative.max(axis=-1))
     busiest.set(title="largest load / mean", ylim=(1, None))
     # White is the mean of the layer.
     norm = TwoSlopeNorm(1, 0, max(2, load.max()))
     maps: list[Any] = [("load / mean", load, "RdBu_r", norm)]
-    for name, tables in found.items():
+    for name in found:
         title = f"fallback rate, {name.rpartition('/')[2]}"
-        mean = np.array(tables, np.float64).mean(axis=0)
+        rates = [record["fallback"][name]["expert_rates"] for record in records]
+        mean = np.array(rates, np.float64).mean(axis=0)
         maps.append((title, mean, "viridis", Normalize(0, 1)))
     for panel, (title, values, colors, norm) in zip(panels, maps, strict=True):
         image = panel.imshow(

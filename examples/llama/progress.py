@@ -19,21 +19,16 @@ _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def progress_bar(done: int, steps: int, *, shown: bool) -> tqdm:
-    """The progress bar of a run; until the first `show` it says that JAX compiles."""
-    text = "compiling" if done < steps else None
+    """The progress bar of a run."""
     # tqdm's own rate would count validations, checkpoints and compiling as steps.
-    return tqdm(
-        initial=done, total=steps, bar_format=_FORMAT, postfix=text, disable=not shown
-    )
+    return tqdm(initial=done, total=steps, bar_format=_FORMAT, disable=not shown)
 
 
 def show(bar: tqdm, record: dict[str, Any]) -> None:
     """Advances the progress bar by one step and shows the metrics of that step."""
-    shown = {"loss": f"{record['loss']:.3f}"}
-    if (seconds := record.get("seconds")) is not None:
-        shown["s/step"] = f"{seconds:.3g}"
-        steps_left = (bar.total or 0) - bar.n - 1
-        shown["left"] = tqdm.format_interval(seconds * steps_left)
+    seconds, steps_left = record["seconds"], (bar.total or 0) - bar.n - 1
+    shown = {"loss": f"{record['loss']:.3f}", "s/step": f"{seconds:.3g}"}
+    shown["left"] = tqdm.format_interval(seconds * steps_left)
     shown["tokens/s"] = f"{record['tokens_per_s']:,.0f}"
     if "mfu" in record:
         shown["mfu"] = f"{record['mfu']:.1%}"

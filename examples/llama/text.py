@@ -1,17 +1,11 @@
 """Text to tokens and back, for generation and for the models that runs export."""
 
-import functools
 import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers
 
 from examples.llama.config import Config
@@ -19,7 +13,7 @@ from examples.llama.data import SEPARATOR, token_ids_folder
 from examples.llama.errors import UserError
 from examples.llama.hf import files
 from examples.llama.hf.config_json import to_json
-from examples.llama.hf.files import TOKENIZER, load_tokenizer, named_errors, read_json
+from examples.llama.hf.files import TOKENIZER, named_errors
 from examples.llama.model_config import LlamaConfig
 
 
@@ -51,11 +45,11 @@ class TokenizerOf:
     """Turns text into tokens and back with the tokenizer of a checkpoint's folder."""
 
     def __init__(self, folder: Path):
-        if (tokenizer := load_tokenizer(folder)) is None:
+        if (loaded := files.open_tokenizer(folder)) is None:
             what = f"{TOKENIZER}, which turns text into tokens"
             raise UserError(f"{folder} has no {what}")
-        self._folder, self._tokenizer = folder, tokenizer
-        self._special = files.special_tokens(folder)
+        self._folder, self._loaded = folder, loaded
+        self._tokenizer: Tokenizer = loaded.backend_tokenizer
         self.stops = self._find_stops()  # the tokens that end a text
 
     def encode(self, text: str) -> list[int]:
@@ -70,9 +64,13 @@ class TokenizerOf:
     def encode_chat(self, text: str) -> list[int]:
         """Returns the tokens of a user's message, up to where the answer begins."""
         messages = [{"role": "user", "content": _characters(text)}]
-        if (template := files.chat_template(self._folder)) is None:
+        if self._loaded.chat_template is None:
             raise UserError(f"{self._folder} has no chat template: leave --chat out")
-        prompt = _render(template, messages, self._special)
+        how = {"tokenize": False, "add_generation_prompt": True}
+        with named_errors(f"{self._folder}: the chat template cannot be filled in"):
+            filled = self._loaded.apply_chat_template(messages, **how)
+        what = f"{self._folder}: the filled-in chat template is not UTF-8"
+        prompt = _characters(filled, what)
         return self._encode(prompt, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
@@ -85,14 +83,14 @@ class TokenizerOf:
 
     def _find_stops(self) -> frozenset[int]:
         for name in ("generation_config.json", "config.json"):
-            ids = read_json(self._folder / name, {}).get("eos_token_id")
+            ids = files.read_json(self._folder / name, {}).get("eos_token_id")
             listed = ids if isinstance(ids, list) else [ids]
             if ids is not None and all(type(i) is int for i in listed):
                 return frozenset(listed)
             if ids is not None:
                 got = f"a token or a list of them, got {json.dumps(ids)}"
                 raise files.CheckpointError(f"{name}: eos_token_id takes {got}")
-        end = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        end = self._loaded.eos_token_id
         return frozenset() if end is None else frozenset({end})
 
 
@@ -118,45 +116,6 @@ def _characters(text: str, what: str = "the prompt is not UTF-8") -> str:
         raise UserError(f"{what} ({error}), as the tokenizer requires") from error
 
 
-class _Generation(jinja2.ext.Extension):
-    """The tags around an answer, which matter in training alone."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Reads the statements between the tags, which have variables of their own."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-def _render(
-    template: str, messages: list[dict[str, Any]], special: dict[str, str]
-) -> str:
-    """Fills in a chat template as transformers does."""
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    # Jinja's own filter escapes HTML.
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    now = datetime.now
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
-    values = {"messages": messages, "tools": None, "documents": None}
-    try:
-        filled = environment.from_string(template)
-        text = filled.render(values, add_generation_prompt=True, **special)
-    except Exception as error:  # templates are programs
-        raise UserError(f"the chat template cannot be filled in: {error}") from error
-    return _characters(text, "the filled-in chat template is not UTF-8")
-
-
 @contextmanager
 def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None]:
     """Yields what `hf.export` takes as ``like``, so that the model can read text.
@@ -165,7 +124,7 @@ def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None
     its data, which for text is that of bytes; or None if the data has none.
     """
     folder = _tokenizer_of(config)
-    tokenizer = byte_tokenizer() if folder is None else load_tokenizer(folder)
+    tokenizer = byte_tokenizer() if folder is None else files.load_tokenizer(folder)
     if config.from_hf is not None or tokenizer is None:
         yield None if config.from_hf is None else folder
         return

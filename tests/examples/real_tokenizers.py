@@ -168,22 +168,6 @@ def qwen2():
     return tokenizer, {"tokenizer_config.json": config}
 
 
-def smollm():
-    tokenizer = bytewise(pre_tokenizers.Digits(individual_digits=True))
-    older = {"bos_token": CHAT[0], "eos_token": {**stored_token(CHAT[1])}}
-    older["additional_special_tokens"] = ["<extra_1>"]
-    return tokenizer, {
-        "tokenizer_config.json": {"pad_token": "<pad>"},
-        "special_tokens_map.json": older,
-    }
-
-
-def deepseek():
-    steps = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}{1,3}"]
-    tokenizer = bytewise(*map(split, steps))
-    return around(tokenizer, "<s> $A"), {}
-
-
 def llama2():
     tokenizer = sentencepiece()
     tokenizer.normalizer = normalizers.Sequence(
@@ -204,14 +188,6 @@ def mistral():
     return around(tokenizer, "<s> $A </s>"), {}
 
 
-def metaspace_whole():
-    tokenizer = sentencepiece()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        prepend_scheme="first", split=False
-    )
-    return around(tokenizer, "<s> $A"), {}
-
-
 def gemma():
     tokenizer = sentencepiece(("<pad>", "<unk>", "<s>", "</s>", "\n\n", "  "))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -219,12 +195,12 @@ def gemma():
     return around(tokenizer, "<s> $A"), {}
 
 
-def unigram(**settings):
+def t5():
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(**settings)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(
         vocab_size=700,
         special_tokens=["<pad>", "</s>", "<unk>"],
@@ -232,21 +208,9 @@ def unigram(**settings):
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def t5():
-    tokenizer = around(unigram(), "$A </s>")
     config = {"extra_ids": 2, "eos_token": "</s>", "unk_token": "<unk>"}
     config["additional_special_tokens"] = ["<extra_0>", "<extra_1>"]
-    return tokenizer, {"tokenizer_config.json": config}
-
-
-def xlm():
-    tokenizer = around(unigram(prepend_scheme="always"), "<pad> $A </s>")
-    mask = {"__type": "AddedToken", **stored_token("<mask>", lstrip=True)}
-    del mask["special"]
-    return tokenizer, {"tokenizer_config.json": {"mask_token": mask}}
+    return around(tokenizer, "$A </s>"), {"tokenizer_config.json": config}
 
 
 def bert():
@@ -271,18 +235,6 @@ def word_level():
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer, {}
-
-
-def clip():
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Lowercase()]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split(r"[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+", "removed"), split(r"\s+")]
-    )
-    bpe(tokenizer, ["<unk>", "<s>", "</s>"], end_of_word_suffix="</w>")
-    return around(tokenizer, "<s> $A </s>"), {}
 
 
 def roberta():
@@ -328,9 +280,8 @@ def without_special():
 
 
 TOKENIZERS = [
-    *(gpt2, llama3, qwen2, smollm, deepseek, llama2, mistral, metaspace_whole),
-    *(gemma, t5, xlm, bert, word_level, clip, roberta, with_odd_tokens),
-    without_special,
+    *(gpt2, llama3, qwen2, llama2, mistral, gemma, t5, bert, word_level, roberta),
+    *(with_odd_tokens, without_special),
 ]
 
 

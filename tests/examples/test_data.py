@@ -165,7 +165,7 @@ def test_bins_hold_uint16_token_ids(tmp_path):
             Tokenizer(models.WordLevel({"a": 0}, unk_token="lost")),
             "the tokenizer cannot encode .*text: ",
         ),
-        ({"latin": b"caf\xe9"}, "latin", word_tokenizer(), "latin is not UTF-8"),
+        ({"latin": b"caf\xe9"}, "latin", word_tokenizer(), "encode .*latin: 'utf-8'"),
     ],
 )
 def test_data_that_cannot_be_read_is_named(tmp_path, files, path, tokenizer, message):
@@ -234,7 +234,7 @@ def test_memory_does_not_grow_with_a_text_file(tmp_path):
         print(peak() - before)
     """
     line = "The quick brown fox jumps over lazy dog number {}.\n"
-    for name, lines in ("short", 20_000), ("long", 200_000):
+    for name, lines in ("short", 60_000), ("long", 200_000):
         text = "".join(map(line.format, range(lines)))
         (tmp_path / name).write_text(text)
     command = [sys.executable, "-c", program, tmp_path / "short", tmp_path / "long"]

@@ -173,11 +173,13 @@ def test_tokens_beside_the_tokenizer_are_written(tmp_path):
     assert stored["tokenizer.ggml.padding_token_id"] == last
     assert stored["tokenizer.ggml.add_bos_token"] is False
     assert stored["tokenizer.chat_template"] == "é"
-    (folder / "chat_template.jinja").write_bytes(b"\xe9")
-    with pytest.raises(hf.CheckpointError, match="jinja is not a chat template"):
-        gguf_tokenizer.read_tokenizer(folder, 320)
     with pytest.raises(ExportError, match=f"has a token {last}, the model has {last}"):
         gguf_tokenizer.read_tokenizer(folder, last)
+    (folder / "chat_template.jinja").unlink()
+    strings["chat_template"] = 5
+    (folder / "tokenizer_config.json").write_text(json.dumps(strings))
+    with pytest.raises(ExportError, match="like has a chat template that is not text"):
+        gguf_tokenizer.read_tokenizer(folder, 320)
 
 
 @pytest.mark.exhaustive

@@ -95,33 +95,6 @@ def test_experts_have_a_row_with_their_load_and_their_rates(tmp_path, figures, r
         assert len(panels["mlp/down"].lines) == LAYERS
 
 
-ODD = [5, None, ["x"], {"mlp/down": 5}, {"mlp/down": {}}, {"mlp/down": {"rate": "x"}}]
-ODD += [{"mlp/down": {"rate": [10**400]}}, {"mlp/down": {"rate": 0.2}}]
-ODD += [{"mlp/down": {"rate": [0.1], "expert_rates": 5}}]
-ODD_LOADS = (5, [], [[]], [[1], [2, 3]], [["x"]], [[1, 2]])
-
-
-@pytest.mark.parametrize(
-    "odd",
-    with_first_fast(
-        [{"fallback": odd} for odd in ODD] + [{"expert_load": x} for x in ODD_LOADS], 2
-    ),
-)
-def test_records_with_odd_values_are_left_out(tmp_path, figures, odd):
-    run = write_run(tmp_path / "run", 20)
-    add_experts(run, rates=True)
-    log = run / "metrics.jsonl"
-    lines = log.read_text().splitlines()
-    changed = json.loads(lines[3]) | odd
-    log.write_text("\n".join([*lines[:3], json.dumps(changed), *lines[4:]]))
-    plot.draw_curves(run, recipes.fallback)
-    panels = {axes.get_title(): axes for axes in figures[0].get_axes()}
-    panel = "mlp/down" if "fallback" in odd else "largest load / mean"
-    steps = panels[panel].lines[0].get_xdata()
-    assert 4 not in steps
-    assert len(steps) == 19
-
-
 @pytest.mark.parametrize("steps", with_first_fast([20, 1, 2, 3]))
 def test_curves_are_a_picture(tmp_path, steps):
     run = write_run(tmp_path / "run", steps)

@@ -1,6 +1,8 @@
 """The tokenizers of runs, for the models that they export."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -59,3 +61,18 @@ def test_ids_of_tokens_alone_have_no_tokenizer(tmp_path):
     np.arange(9, dtype=np.uint16).tofile(file)
     with tokenizer_source(Config(data=str(file)), small_config()) as folder:
         assert folder is None
+
+
+@pytest.mark.exhaustive
+def test_text_without_a_tokenizer_imports_no_transformers(tmp_path):
+    (tmp_path / "text").write_text(TEXT * 100)
+    program = """if True:
+        import sys
+        from examples.llama import generate, train
+        from examples.llama.build import build
+        from examples.llama.config import Config
+        build(Config(data=sys.argv[1]))
+        print("transformers" in sys.modules)
+    """
+    command = [sys.executable, "-c", program, tmp_path / "text"]
+    assert subprocess.check_output(command, text=True) == "False\n"

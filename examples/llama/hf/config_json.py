@@ -1,14 +1,15 @@
 """The translation between config.json and `LlamaConfig`."""
 
+import copy
 import dataclasses
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from examples.llama.fields import FromOne, Natural, Size, check_value
+from examples.llama.fields import FromOne, Size, check_value
 from examples.llama.hf.families import FAMILIES, Family
-from examples.llama.hf.files import CONFIG, CheckpointError
+from examples.llama.hf.files import CONFIG, CheckpointError, named_errors
 from examples.llama.model_config import LlamaConfig
 from examples.llama.rotary import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
@@ -44,14 +45,24 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def from_json(stored: Json, file: Path, tensors: int) -> LlamaConfig:
     """Builds the configuration of a config.json, or raises CheckpointError.
 
-    Errors name its ``file``. The number of ``tensors`` in the checkpoint limits the
-    layers and experts.
+    transformers reads it, and knows what a family assumes for missing entries. Errors
+    name its ``file``. The number of ``tensors`` in the checkpoint limits the layers and
+    experts.
     """
     family = family_of(stored, file)
-    aliases = family.aliases.items()
-    aliased = {key: stored[alias] for alias, key in aliases if alias in stored}
+    # Takes a second to import, as PyTorch does, which it imports if it is there.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     try:
-        return _read(family, {**family.defaults, **aliased, **stored}, tensors)
+        for key in _FIELDS.values():
+            if key not in stored and key not in _OPTIONAL:
+                raise ValueError(f"lacks {key}")
+        # Before anything of this length is built.
+        _check_number("num_hidden_layers", stored["num_hidden_layers"], tensors)
+        with named_errors("transformers cannot read it"):
+            config = CONFIG_MAPPING[family.model_type]
+            found = config.from_dict(copy.deepcopy(dict(stored)))
+        return _read(family, stored, found, tensors)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
@@ -82,134 +93,81 @@ def to_json(config: LlamaConfig, family: Family | None = None) -> dict[str, Any]
     raise CheckpointError(f"a {family.model_type} does not have the model's {lacking}")
 
 
-def _read(family: Family, stored: Json, tensors: int) -> LlamaConfig:
-    rope, local_theta = _rope(family, stored)
-    _check_supported(family, stored, rope)
+def _check_number(key: str, number: Any, tensors: int) -> None:
+    if check_value(key, number, Size) > tensors:
+        raise ValueError(
+            f"{key} asks for {number}, the checkpoint has {tensors} tensors"
+        )
+
+
+def _read(family: Family, stored: Json, found: Any, tensors: int) -> LlamaConfig:
+    """Translates what transformers ``found`` in a config.json."""
+    rope = found.rope_parameters
+    local: Json = {"rope_theta": None, "rope_type": "default"}
+    if (local_key := family.local_rope_key) is not None:
+        rope, local = rope[_FULL], rope[_SLIDING]
+        check_value(local_key, local["rope_theta"], FromOne)
+    _check_supported(family, found, rope, local)
     keys = {**_FIELDS, **family.keys}
-    fields: dict[str, Any] = {name: stored.get(key) for name, key in keys.items()}
-    if fields["num_kv_heads"] is None:
-        fields["num_kv_heads"] = fields["num_heads"]
-    # Before anything of this length is built.
-    for things in "layers", "experts":
-        if (key := keys.get(f"num_{things}")) is None:
-            continue
-        if (number := check_value(key, stored[key], Size)) > tensors:
-            raise ValueError(
-                f"asks for {number} {things}, the checkpoint has {tensors} tensors"
-            )
-    hidden_size = check_value("hidden_size", stored["hidden_size"], Size)
-    layers = range(fields["num_layers"])
-    nope = _nope_layers(stored, layers) if family.nope else ()
-    window = stored.get("sliding_window")
-    if family.has_switch and not stored.get("use_sliding_window"):
-        window = None
-    pattern = "" if window is None else family.window
-    slides = _sliding_layers(family, stored, layers, pattern, nope)
+    fields = {name: getattr(found, key, None) for name, key in keys.items()}
+    if (key := keys.get("num_experts")) is not None:
+        _check_number(key, fields["num_experts"], tensors)
+    layers = range(found.num_hidden_layers)
+    window = found.sliding_window if family.window else None
+    types = [_FULL if window is None else _SLIDING] * len(layers)
+    if family.layer_types:
+        types = found.layer_types
+    elif stored.get("layer_types") is not None:  # transformers does not read it
+        _check_list("layer_types", stored["layer_types"], layers, types[:1])
+    rotates = found.no_rope_layers if family.nope else [1] * len(layers)
+    _check_list("layer_types", types, layers, [_FULL, _SLIDING])
+    _check_list("no_rope_layers", rotates, layers, [0, 1])
+    slides = tuple(layer for layer in layers if types[layer] == _SLIDING)
     return LlamaConfig(
         **{**fields, **family.settings},
-        rope_theta=rope.get("rope_theta", 10000.0),
-        rope_scaling=_rope_scaling(family, stored, rope),
-        local_rope_theta=local_theta,
-        tie_embeddings=stored.get("tie_word_embeddings", False),
-        embed_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
-        nope_layers=nope,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=_rope_scaling(family, rope),
+        local_rope_theta=local["rope_theta"],
+        tie_embeddings=found.tie_word_embeddings,
+        embed_scale=found.hidden_size**0.5 if family.scales_embeddings else 1.0,
+        nope_layers=tuple(layer for layer in layers if not rotates[layer]),
         sliding_window=window if slides else None,
         sliding_layers=None if len(slides) in (0, len(layers)) else slides,
     )
 
 
-def _check_supported(family: Family, stored: Json, rope: Json) -> None:
+def _check_list(key: str, listed: Any, layers: range, values: list[Any]) -> None:
+    """Raises ValueError if a list does not have one of the values for each layer."""
+    is_list = isinstance(listed, list) and len(listed) == len(layers)
+    if not is_list or any(value not in values for value in listed):
+        accepted, n = " or ".join(map(repr, values)), len(layers)
+        got = f"{n} layers, got {reprlib.repr(listed)}"
+        raise ValueError(f"{key} takes {accepted} for each of the {got}")
+
+
+def _check_supported(family: Family, found: Any, rope: Json, local: Json) -> None:
     accepted = {
         **_ACCEPTED,
         **{key: (value,) for key, value in family.constants.items()},
         **dict.fromkeys(family.unsupported, (None, False)),
     }
     for key, values in accepted.items():
-        if (value := rope.get(key, stored.get(key))) not in values:
+        if (value := rope.get(key, getattr(found, key, None))) not in values:
             supported = " or ".join(map(repr, values))
             raise ValueError(f"{key} is {reprlib.repr(value)}, supported: {supported}")
-    for key in _FIELDS.values():
-        if key not in stored and key not in _OPTIONAL:
-            raise ValueError(f"lacks {key}")
-
-
-def _layer_list(stored: Json, key: str, layers: range, values: tuple[Any, ...]) -> Any:
-    """A list in config.json with one of the values for each layer."""
-    listed = stored[key]
-    is_list = isinstance(listed, list) and len(listed) == len(layers)
-    if not is_list or any(value not in values for value in listed):
-        accepted, n = " or ".join(map(repr, values)), len(layers)
-        got = f"{n} layers, got {reprlib.repr(listed)}"
-        raise ValueError(f"{key} takes {accepted} for each of the {got}")
-    return listed
-
-
-def _nope_layers(stored: Json, layers: range) -> tuple[int, ...]:
-    if stored.get("no_rope_layers") is None:
-        key = "no_rope_layer_interval"
-        interval = check_value(key, stored.get(key), Size)
-        return tuple(layers[interval - 1 :: interval])
-    rotates = _layer_list(stored, "no_rope_layers", layers, (0, 1))
-    return tuple(layer for layer in layers if not rotates[layer])
-
-
-def _sliding_layers(
-    family: Family, stored: Json, layers: range, pattern: str, nope: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The layers with a sliding window: as listed, or as the family has them."""
-    is_listed = stored.get("layer_types") is not None
-    if is_listed and family.layer_types:
-        types = _layer_list(stored, "layer_types", layers, (_FULL, _SLIDING))
-        return tuple(layer for layer in layers if types[layer] == _SLIDING)
-    slides: tuple[int, ...] = ()
-    match pattern:
-        case "every" | "switched":
-            slides = tuple(layers)
-        case "unrotated":
-            slides = nope
-        case "last":
-            first = stored.get("max_window_layers")
-            slides = tuple(layers[check_value("max_window_layers", first, Natural) :])
-        case "pattern":
-            n: Any = stored.get("sliding_window_pattern")
-            check_value("sliding_window_pattern", n, Size)
-            slides = tuple(layer for layer in layers if (layer + 1) % n)
-    if is_listed:  # transformers does not read the list
-        _layer_list(stored, "layer_types", layers, (_SLIDING if slides else _FULL,))
-    return slides
-
-
-def _rope(family: Family, stored: Json) -> tuple[dict[str, Any], float | None]:
-    """The entries that describe the rotation, and the base of layers with a window."""
-    # transformers 5 stores in rope_parameters what older versions store at the top.
-    rope_keys = ("rope_theta", "partial_rotary_factor")
-    rope = {key: stored[key] for key in rope_keys if key in stored}
-    local_key = family.local_rope_key
-    local = {"rope_theta": None if local_key is None else stored[local_key]}
-    for key in ("rope_scaling", "rope_parameters"):
-        entries = check_value(key, stored.get(key), dict | None) or {}
-        if entries.keys().isdisjoint((_FULL, _SLIDING)):
-            entries = {_FULL: entries}
-        elif local_key is None:
-            raise ValueError(
-                f"{key} takes one rotation for all layers of a {family.model_type}"
-            )
-        for kind, found in (_FULL, rope), (_SLIDING, local):
-            found |= check_value(kind, entries.get(kind), dict | None) or {}
-    if _rope_type(local) != "default" or local.get("partial_rotary_factor", 1.0) != 1.0:
+    if not rope.keys().isdisjoint((_FULL, _SLIDING)):
+        rotation = "takes one rotation for all layers"
+        raise ValueError(f"rope_parameters {rotation} of a {family.model_type}")
+    if (
+        local["rope_type"] != "default"
+        or local.get("partial_rotary_factor", 1.0) != 1.0
+    ):
         rotation, got = f"the default rotation for {_SLIDING}", reprlib.repr(local)
         raise ValueError(f"rope_parameters takes {rotation}, got {got}")
-    if local_key is not None:
-        check_value(local_key, local["rope_theta"], FromOne)
-    return rope, local["rope_theta"]
 
 
-def _rope_type(rope: Json) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-def _rope_scaling(family: Family, stored: Json, rope: Json) -> RopeScaling | None:
-    rope_type = _rope_type(rope)
+def _rope_scaling(family: Family, rope: Json) -> RopeScaling | None:
+    rope_type = rope["rope_type"]
     if rope_type not in family.rope_types:
         given, supported = reprlib.repr(rope_type), ", ".join(family.rope_types)
         raise ValueError(
@@ -223,8 +181,7 @@ def _rope_scaling(family: Family, stored: Json, rope: Json) -> RopeScaling | Non
         if rope.get("mscale") and rope.get("mscale_all_dim"):
             keys = "mscale and mscale_all_dim"
             raise ValueError(f"{keys} are not supported: set attention_factor")
-        length = "original_max_position_embeddings"
-        entries = {length: stored["max_position_embeddings"], "truncate": True, **rope}
+        entries = {"truncate": True, **rope}
         entries["beta_fast"] = rope.get("beta_fast") or 32.0
         entries["beta_slow"] = rope.get("beta_slow") or 1.0
     names = (field.name for field in dataclasses.fields(scaling))
@@ -254,7 +211,7 @@ def _write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     kinds = config.layer_kinds()
     if family.window:
         stored["sliding_window"] = config.sliding_window
-    if family.has_switch:
+    if family.window == "switched":
         stored["use_sliding_window"] = config.sliding_window is not None
     if family.layer_types:
         stored["layer_types"] = [_SLIDING if kind.window else _FULL for kind in kinds]

@@ -50,20 +50,13 @@ class Family(NamedTuple):
     gguf: str  # the architecture of llama.cpp
     settings: Mapping[str, Any] = {}  # fields of LlamaConfig that all its models share
     keys: Mapping[str, str] = {}  # keys of config.json for further fields, by field
-    # The keys under which newer versions of transformers store others.
-    aliases: Mapping[str, str] = {}
-    # What transformers assumes for keys that config.json lacks.
-    defaults: Mapping[str, Any] = {}
     # Keys with their only value, and keys that take null or false only.
     constants: Mapping[str, Any] = {"hidden_act": "silu"}
     unsupported: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    # Which layers have a sliding window if config.json does not list them in
-    # layer_types: no layer; every layer; all but every n-th layer, where
-    # sliding_window_pattern is n; or, if use_sliding_window is true, every layer, those
-    # from max_window_layers on or those that do not rotate.
-    window: Literal["", "every", "pattern", "switched", "last", "unrotated"] = ""
-    layer_types: bool = False  # whether transformers reads them
+    # Whether layers can have a sliding window, always or if use_sliding_window is true.
+    window: Literal["", "always", "switched"] = ""
+    layer_types: bool = False  # whether config.json lists them; else all have one
     # The key of the rotary base of layers with a sliding window.
     local_rope_key: str | None = None
     nope: bool = False  # some layers do not rotate; no_rope_layers has a 0 for them
@@ -72,11 +65,6 @@ class Family(NamedTuple):
     # parameter. Tensors of one name are one tensor, joined along the rows.
     tensors: Mapping[str, tuple[str, ...]] = {}
 
-    @property
-    def has_switch(self) -> bool:
-        """Whether a sliding window needs ``use_sliding_window``."""
-        return self.window in ("switched", "last", "unrotated")
-
     def tensors_of(self, parameter: str) -> tuple[str, ...]:
         """The tensors that the parameter with this path joins."""
         return self.tensors.get(parameter) or _TENSORS[parameter]
@@ -84,7 +72,7 @@ class Family(NamedTuple):
 
 _GEMMA: dict[str, Any] = {
     "constants": {"hidden_activation": "gelu_pytorch_tanh"},
-    "window": "pattern",
+    "window": "always",
     "layer_types": True,
     "scales_embeddings": True,
     "tensors": {
@@ -97,43 +85,20 @@ _GEMMA_KEYS = {"query_pre_attn_scalar": "query_pre_attn_scalar"}
 _GEMMA_KEYS |= {"logit_softcap": "final_logit_softcapping"}
 _GEMMA_SETTINGS: dict[str, Any] = {"unit_offset_norms": True, "post_norms": True}
 _GEMMA_SETTINGS |= {"activation": "gelu_tanh"}
-_GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
-_GEMMA_DEFAULTS |= {"query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
-_QWEN_DEFAULTS |= {"max_window_layers": 28}
-_QWEN: dict[str, Any] = {"window": "last", "layer_types": True}
+_LISTED: dict[str, Any] = {"window": "switched", "layer_types": True}
 _EXPERT_KEYS = {"top_k": "num_experts_per_tok"}
 _EXPERT_KEYS |= {"router_aux_loss_coef": "router_aux_loss_coef"}
 
 # `save` takes the first family that has all settings of a model.
 _FAMILIES = (
     Family("llama", "LlamaForCausalLM", "llama"),
-    Family(
-        *("qwen2", "Qwen2ForCausalLM", "qwen2", {"qkv_bias": True}),
-        **{"defaults": _QWEN_DEFAULTS, **_QWEN},
-    ),
-    Family(
-        *("mistral", "MistralForCausalLM", "llama"),
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        window="every",
-    ),
-    Family(
-        *("qwen3", "Qwen3ForCausalLM", "qwen3", {"qk_norm": True}),
-        **{"defaults": {**_QWEN_DEFAULTS, "head_dim": 128}, **_QWEN},
-    ),
-    Family(
-        *("smollm3", "SmolLM3ForCausalLM", "smollm3"),
-        defaults={"num_key_value_heads": 4, "no_rope_layer_interval": 4}
-        | {"rope_theta": 2e6, "tie_word_embeddings": True},
-        window="unrotated",
-        layer_types=True,
-        nope=True,
-    ),
+    Family("qwen2", "Qwen2ForCausalLM", "qwen2", {"qkv_bias": True}, **_LISTED),
+    Family("mistral", "MistralForCausalLM", "llama", window="always"),
+    Family("qwen3", "Qwen3ForCausalLM", "qwen3", {"qk_norm": True}, **_LISTED),
+    Family("smollm3", "SmolLM3ForCausalLM", "smollm3", **_LISTED, nope=True),
     Family(
         *("gemma2", "Gemma2ForCausalLM", "gemma2", _GEMMA_SETTINGS),
         keys={**_GEMMA_KEYS, "attn_softcap": "attn_logit_softcapping"},
-        defaults={**_GEMMA_DEFAULTS, "sliding_window_pattern": 2}
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         unsupported=("use_bidirectional_attention",),
         **_GEMMA,
     ),
@@ -141,8 +106,6 @@ _FAMILIES = (
         *("gemma3_text", "Gemma3ForCausalLM", "gemma3"),
         settings={**_GEMMA_SETTINGS, "qk_norm": True},
         keys=_GEMMA_KEYS,
-        defaults={**_GEMMA_DEFAULTS, "sliding_window_pattern": 6}
-        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         unsupported=("use_bidirectional_attention", "attn_logit_softcapping"),
         local_rope_key="rope_local_base_freq",
         **_GEMMA,
@@ -150,7 +113,7 @@ _FAMILIES = (
     Family(
         *("phi3", "Phi3ForCausalLM", "phi3"),
         rope_types=("default",),
-        window="every",
+        window="always",
         tensors={
             "layers/attention/qkv/dense/kernel": 3
             * _layer("self_attn.qkv_proj.weight"),
@@ -160,10 +123,8 @@ _FAMILIES = (
     Family(
         *("mixtral", "MixtralForCausalLM", "llama"),
         keys={**_EXPERT_KEYS, "num_experts": "num_local_experts"},
-        defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "num_local_experts": 8}
-        | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
         unsupported=("router_jitter_noise",),
-        window="every",
+        window="always",
         tensors=_experts("block_sparse_moe", "w1", "w3", "w2"),
     ),
     Family(
@@ -172,11 +133,6 @@ _FAMILIES = (
         keys={**_EXPERT_KEYS, "num_experts": "num_experts"}
         | {"intermediate_size": "moe_intermediate_size"}
         | {"renormalize": "norm_topk_prob"},
-        aliases={"num_local_experts": "num_experts"},
-        defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128}
-        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
-        | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
-        | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         # Otherwise some layers have an MLP in place of experts.
         constants={
             "hidden_act": "silu",

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import operator
 import re
 import reprlib
 import shutil
@@ -14,20 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 import safetensors.numpy
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from examples.llama.errors import UserError
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_DECODER = "added_tokens_decoder"
-# The roles of special tokens, in the order in which transformers adds them.
-_ROLES: tuple[str, ...] = ("bos_token", "eos_token", "unk_token", "sep_token")
-_ROLES += ("pad_token", "cls_token", "mask_token")
-_LISTS = ("additional_special_tokens", "extra_special_tokens")
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# What transformers reads, and a processor's chat template.
+_TOKENIZER_FILES: tuple[str, ...] = (TOKENIZER, "tokenizer_config.json")
+_TOKENIZER_FILES += ("special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_FILES += ("chat_template.json",)
 _INDEX = "model.safetensors.index.json"
 Folder = str | Path
 # The dtypes of weights in floats, as safetensors names them.
@@ -48,8 +44,8 @@ def named_errors(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
     except BaseException as error:
-        why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{what}: {why}") from error
+        why = str(getattr(error, "strerror", None) or error)
+        raise CheckpointError(f"{what}: {' '.join(why.split())}") from error
 
 
 def exists(file: Path) -> bool:
@@ -84,120 +80,47 @@ def read_json(file: Path, default: dict[str, Any] | None = None) -> dict[str, An
     return value
 
 
-def load_tokenizer(folder: Folder) -> Tokenizer | None:
-    """Reads the tokenizer of a folder as transformers does; None if it has none.
+def open_tokenizer(folder: Folder) -> Any:
+    """Loads the tokenizer of a folder with transformers; None if it has none.
 
-    It neither truncates nor pads, and knows the tokens that only the files beside
-    ``tokenizer.json`` name.
+    It neither truncates nor pads, and knows the chat template and the tokens in the
+    files beside ``tokenizer.json``.
     """
-    file = Path(folder) / TOKENIZER
-    if not exists(file):
+    folder = Path(folder)
+    if not exists(folder / TOKENIZER):
         return None
-    with named_errors(f"{file} is not a tokenizer"):
-        tokenizer = Tokenizer.from_file(str(file))
-        ids = {x["content"]: x["id"] for x in read_json(file).get("added_tokens") or ()}
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    config, roles, others = _read_tokens(file.parent)
-    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
-    known = tokenizer.get_added_tokens_decoder()
-    if (added := config.get(_DECODER)) is None:
-        older = file.with_name("added_tokens.json")
-        special, added = {x.content for x in (*roles.values(), *others)}, {}
-        with named_errors(f"{older} does not hold ids of tokens"):
-            for text, index in read_json(older, {}).items():
-                flags = {"special": text in special, "normalized": text not in special}
-                added[operator.index(index)] = AddedToken(text, **flags)
-        added |= known
-    same = {repr(token) for token in known.values()}
-    tokens = [token for _, token in sorted(added.items()) if repr(token) not in same]
-    contents = {token.content for token in (*known.values(), *tokens)}
-    tokens += [x for x in (*roles.values(), *others) if x.content not in contents]
-    for token in tokens:
-        token.special |= token.content in {x.content for x in roles.values()}
-    with named_errors(f"{file} cannot take the tokens that the files beside it add"):
-        tokenizer.add_tokens(tokens)
-    for text, index in (ids | {x.content: i for i, x in added.items()}).items():
-        if (given := tokenizer.token_to_id(text)) != index:
+    found = [name for name in _TOKENIZER_FILES if exists(folder / name)]
+    for name in found:
+        read_json(folder / name)
+    named = folder.glob("additional_chat_templates/*.jinja")
+    for file in (*folder.glob("chat_template.jinja"), *named):
+        with named_errors(f"{file} is not a chat template"):
+            file.read_text(encoding="utf-8")
+    from transformers import PreTrainedTokenizerFast  # takes a while to import
+
+    with named_errors(f"{folder}: transformers cannot read {', '.join(found)}"):
+        loaded = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    loaded.backend_tokenizer.no_truncation()
+    loaded.backend_tokenizer.no_padding()
+    for index, token in loaded.init_kwargs["added_tokens_decoder"].items():
+        if (given := loaded.convert_tokens_to_ids(token.content)) != index:
             what = f"has the id {index} in its files, and {given} in transformers"
-            print(f"warning: {folder}: {text!r} {what}", file=sys.stderr)
-    return tokenizer
+            print(f"warning: {folder}: {token.content!r} {what}", file=sys.stderr)
+    if loaded.chat_template is None:  # transformers gives this one to processors
+        stored = read_json(folder / "chat_template.json", {})
+        loaded.chat_template = stored.get("chat_template")
+    return loaded
+
+
+def load_tokenizer(folder: Folder) -> Tokenizer | None:
+    """Returns what turns text into ids in the tokenizer of `open_tokenizer`."""
+    loaded = open_tokenizer(folder)
+    return None if loaded is None else loaded.backend_tokenizer
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
     """The size of a vocabulary, whose ids may have gaps: its largest id + 1."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
-
-
-def special_tokens(folder: Folder) -> dict[str, str]:
-    """The texts of special tokens by their role, such as ``bos_token``."""
-    _, roles, _ = _read_tokens(Path(folder))
-    return {role: token.content for role, token in roles.items()}
-
-
-def _read_tokens(
-    folder: Path,
-) -> tuple[dict[str, Any], dict[str, AddedToken], list[AddedToken]]:
-    """The settings of a tokenizer, and the special tokens with and without a role."""
-    stored: dict[str, Any] = {}
-    for file in folder / _TOKENIZER_CONFIG, folder / "special_tokens_map.json":
-        if stored.get(_DECODER) is None:  # transformers then reads no other file
-            for key, value in read_json(file, {}).items():
-                with named_errors(f"{file} has other than tokens as {key}"):
-                    stored[key] = value if value is None else _tokens(key, value)
-    others: list[AddedToken] = []
-    for found in [stored.get(key) or [] for key in _LISTS]:
-        if isinstance(found, dict):
-            stored |= found
-        else:
-            others += found
-    order = dict.fromkeys((*_ROLES, *stored))
-    roles = {x: stored[x] for x in order if isinstance(stored.get(x), AddedToken)}
-    return stored, roles, others
-
-
-def _tokens(key: str, value: Any) -> Any:
-    """An entry of a JSON file of transformers, whose tokens become AddedToken."""
-    if key == _DECODER:
-        return {int(index): _token(x) for index, x in value.items()}
-    if key in _LISTS and isinstance(value, dict):
-        return {role: _token(x) for role, x in value.items()}
-    if key in _LISTS:
-        return [_token(x) for x in value]
-    is_role = key.endswith("_token") and isinstance(value, str | dict)
-    return _token(value) if is_role or key in _ROLES else value
-
-
-def _token(stored: str | dict[str, Any]) -> AddedToken:
-    if isinstance(stored, str):
-        return AddedToken(stored, special=True)
-    flags = {name: stored[name] for name in _FLAGS if name in stored}
-    return AddedToken(stored["content"], **flags)
-
-
-def chat_template(folder: Folder) -> str | None:
-    """Reads the default chat template of a folder; None if it has none."""
-    folder = Path(folder)
-    named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    for file in (*named, folder / "chat_template.jinja"):
-        if file.name in ("default.jinja", "chat_template.jinja") and exists(file):
-            with named_errors(f"{file} is not a chat template"):
-                return file.read_text(encoding="utf-8")
-    if named:
-        names = ", ".join(file.stem for file in named)
-        raise CheckpointError(f"{folder} has no default chat template, but {names}")
-    for file in folder / _TOKENIZER_CONFIG, folder / "chat_template.json":
-        if (found := read_json(file, {}).get("chat_template")) is None:
-            continue
-        with named_errors(f"{file} has chat templates without names"):
-            if isinstance(found, list):
-                found = {entry["name"]: entry["template"] for entry in found}
-        found = found.get("default") if isinstance(found, dict) else found
-        if not isinstance(found, str):
-            got = f"or texts of which one is named default, got {reprlib.repr(found)}"
-            raise CheckpointError(f"{file}: chat_template takes text, {got}")
-        return found
-    return None
 
 
 class Stored(NamedTuple):
@@ -273,22 +196,20 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes the weights of a checkpoint: one file, or shards and their index."""
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, tensor in tensors.items():
-        size = sum(array.nbytes for array in shards[-1].values())
-        if shards[-1] and size + tensor.nbytes > _SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = np.ascontiguousarray(tensor)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weight_map |= dict.fromkeys(shard, file if len(shards) > 1 else WEIGHTS)
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    plan = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_SHARD_BYTES,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        shard = {name: np.ascontiguousarray(tensors[name]) for name in names}
         # transformers rejects weights without this metadata.
-        path = folder / weight_map[next(iter(shard))]
-        safetensors.numpy.save_file(shard, path, {"format": "pt"})
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        safetensors.numpy.save_file(shard, folder / file, {"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / _INDEX).write_text(
             json.dumps(index, indent=2) + "\n", encoding="utf-8"
         )

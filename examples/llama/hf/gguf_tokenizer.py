@@ -7,12 +7,11 @@ except that ``llama`` also puts a space after special tokens.
 """
 
 import json
-import logging
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import gguf
-from tokenizers import Tokenizer
 
 from examples.llama.hf import files
 from fbq_jax.export import ExportError
@@ -23,6 +22,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 # llama.cpp refuses byte-level BPE without merges. UTF-8 has no byte 0xFF to merge.
 _NO_MERGE = "ÿ ÿ"
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")  # of special tokens in llama.cpp
 # How the byte-level tokenizers that llama.cpp knows split text: the regular expression
 # before the bytes, or none where ByteLevel has its own; and whether a word that is in
 # the vocabulary needs no merges.
@@ -36,14 +36,15 @@ _SPLITS = {
 }
 
 
-def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """Reads the tokenizer of a checkpoint, None if it has none.
+def read_tokenizer(folder: Path, vocab_size: int) -> Any:
+    """Reads the tokenizer of a checkpoint with transformers, None if it has none.
 
     Raises ExportError if llama.cpp has no tokenizer that splits and joins text this
     way, or if the tokenizer has tokens that the model lacks.
     """
-    if (tokenizer := files.load_tokenizer(folder)) is None:
+    if (loaded := files.open_tokenizer(folder)) is None:
         return None
+    tokenizer = loaded.backend_tokenizer
     file, stored = folder / files.TOKENIZER, json.loads(tokenizer.to_str())
     known = _is_sentencepiece(stored) or _split_of(stored) is not None
     if stored["model"]["type"] != "BPE" or not known:
@@ -56,17 +57,18 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
         raise ExportError(
             f"{file} has a token {last}, the model has {vocab_size} tokens"
         )
-    files.chat_template(folder)
-    return tokenizer
+    if not isinstance(template := _chat_template(loaded), str | None):
+        got = reprlib.repr(template)
+        raise ExportError(f"{folder} has a chat template that is not text: {got}")
+    return loaded
 
 
-def add_tokenizer(
-    writer: Any, tokenizer: Tokenizer, folder: Path, vocab_size: int
-) -> None:
+def add_tokenizer(writer: Any, loaded: Any, folder: Path, vocab_size: int) -> None:
     """Adds the tokenizer of `read_tokenizer`, its special tokens and the chat template.
 
     Of ``vocab_size`` tokens of the model, those that the tokenizer lacks are unused.
     """
+    tokenizer = loaded.backend_tokenizer
     stored = json.loads(tokenizer.to_str())
     model, spaces = stored["model"], _is_sentencepiece(stored)
     types = gguf.TokenType
@@ -93,20 +95,25 @@ def add_tokenizer(
         writer.add_token_scores(scores)
         first = tokenizer.encode("a", add_special_tokens=False).tokens[0]
         writer.add_add_space_prefix(first.startswith(_SPACE))
-    # It also warns of templates that it does not understand, which we try out.
-    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
-    with files.named_errors(f"{folder} has a tokenizer that gguf cannot read"):
-        special = gguf.SpecialVocab(folder, load_merges=not spaces, n_vocab=vocab_size)
-    special.chat_template = files.chat_template(folder)
-    for role, text in files.special_tokens(folder).items():
-        if (index := tokenizer.token_to_id(text)) is not None:
-            special.special_token_ids.setdefault(role.removesuffix("_token"), index)
-    if not spaces and not special.merges:
-        special.merges = [_NO_MERGE]
-    ids, known = tokenizer.encode("a").ids, special.special_token_ids
-    ends = {"bos": ids[:1], "eos": ids[-1:]}
-    special.add_special_token = {end: ends[end] == [known.get(end)] for end in ends}
-    special.add_to_gguf(writer, quiet=True)
+    else:
+        merges = [" ".join(pair) for pair in model["merges"]]
+        writer.add_token_merges(merges or [_NO_MERGE])
+    roles, known = loaded.special_tokens_map, files.read_json(folder / files.CONFIG, {})
+    known |= {f"{role}_id": tokenizer.token_to_id(roles[role]) for role in roles}
+    for role in _ROLES:
+        index = known.get(f"{role}_token_id")
+        if type(index) is int and 0 <= index < vocab_size:
+            getattr(writer, f"add_{role}_token_id")(index)
+    ids = tokenizer.encode("a").ids
+    writer.add_add_bos_token(ids[:1] == [known.get("bos_token_id")])
+    writer.add_add_eos_token(ids[-1:] == [known.get("eos_token_id")])
+    if (template := _chat_template(loaded)) is not None:
+        writer.add_chat_template(template)
+
+
+def _chat_template(loaded: Any) -> Any:
+    with files.named_errors(f"{loaded.name_or_path} has no default chat template"):
+        return loaded.chat_template and loaded.get_chat_template()
 
 
 def _split_of(stored: Json) -> str | None:
