@@ -7,6 +7,7 @@ there multiplies by them, and does not quantize its weight.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flax import linen as nn
@@ -120,6 +121,9 @@ class _StepCodes(Making):
             )
         weight = quantize_step_weight(
             product.config, product.operand(), product.dimension_numbers
+        )
+        weight = replace(
+            weight, parameter=product.parameter.path, as_matrix=product.as_matrix
         )
         module.put_variable(collection, product.variable.name, weight)
         self.made[product.layer] = weight.axes, collection

@@ -1,14 +1,21 @@
-"""Norms, gates and gates' gradients as sources of ``quantize``."""
+"""Norms, gates, gates' gradients and updated weights as sources of ``quantize``."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from fbq_jax.kernels import packing
+from fbq_jax.kernels.adam_source import Adam, AdamWeight
 from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm, SavedNorm
 from fbq_jax.kernels.packing import Packed
 from fbq_jax.ops.quantization import KINDS, SourceKind, SourceWords, rows_of, words_of
-from fbq_jax.sharding.rule_language import UNSHARDED, UNSHARDED_AXIS, AxisWords, word
+from fbq_jax.sharding.rule_language import (
+    UNSHARDED,
+    UNSHARDED_AXIS,
+    AxisWords,
+    block_axis,
+    word,
+)
 
 
 def _norm_words(source: Norm, stack: str, sides: tuple[int, int]) -> SourceWords:
@@ -64,6 +71,17 @@ def _packed_words(
     )
 
 
+def _adam_words(source: Adam, stack: str, sides: tuple[int, int]) -> SourceWords:
+    shape = source.values.shape
+    rows, columns = rows_of(shape, stack, sides[0]), UNSHARDED_AXIS
+    if not source.joins:
+        columns = block_axis("j", shape[-1], sides[1])
+    words: Any = f"{stack} {rows.codes} {columns.codes}"
+    saved = AdamWeight(words, words, words)
+    return words_of(source, words, *saved, f"{stack} ."), saved, rows, columns
+
+
 KINDS[Norm] = SourceKind(_norm_words, most_rows=256)
 KINDS[Gate] = SourceKind(_gate_words, (2, 1), most_rows=256)
 KINDS[GateGrad] = SourceKind(_gate_words, (1, 2), most_rows=128)
+KINDS[Adam] = SourceKind(_adam_words)

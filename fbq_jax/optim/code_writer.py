@@ -1,0 +1,101 @@
+"""Optimizers that write the codes of the weights that they change.
+
+A weight changes once a step.  Its layer reads codes, which ``quantize_weights_once``
+makes before the first step, and which the optimizer writes when it changes the weight.
+The step neither casts nor quantizes a weight.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from flax import traverse_util
+from flax.core import meta
+
+from fbq_jax.core.frozen_weight import StepWeight
+
+Path = tuple[str, ...]
+
+
+class CodeWriter(NamedTuple):
+    """An optimizer that writes codes.
+
+    A training step of Linen differentiates with respect to ``differentiable(params,
+    codes)``, whose weights have the dtype of the layers' products: the step reads
+    nothing of them but their shape, so the cast costs nothing, and gradients have half
+    of the bytes::
+
+        weights = writer.differentiable(params, codes)
+        grads, state = jax.grad(loss, has_aux=True)(weights, {**state, **codes}, batch)
+        params, opt_state, codes = writer.update(grads, opt_state, params, codes)
+
+    Attributes:
+      init: makes the state of the optimizer from the parameters.
+      update: maps gradients, state, parameters and codes to the new state, parameters
+        and codes.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]
+
+    @staticmethod
+    def differentiable(params: Any, codes: Mapping[str, Any]) -> Any:
+        """The parameters, of which weights with codes have the products' dtype."""
+        dtypes = {path: weight.dtype for path, _, weight in entries_of(codes)}
+
+        def cast(path: Path, box: Any) -> Any:
+            dtype = dtypes.get(path)
+            return box if dtype is None else jax.tree.map(lambda x: x.astype(dtype), box)
+
+        return _map_paths(cast, params)
+
+
+def with_codes(optimizer: optax.GradientTransformation) -> CodeWriter:
+    """An optimizer of optax that writes the codes of the weights that it changes.
+
+    Args:
+      optimizer: any transformation, such as ``optax.chain`` of several.
+    """
+
+    def update(
+        grads: Any, state: Any, params: Any, codes: Any
+    ) -> tuple[Any, Any, Any]:
+        wide = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        updates, state = optimizer.update(wide, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, write_codes(codes, params)
+
+    return CodeWriter(optimizer.init, update)
+
+
+def write_codes(codes: Mapping[str, Any], params: Any) -> dict[str, Any]:
+    """The codes of other parameters, of the same layers."""
+    weights = flatten(params)
+
+    def write(weight: StepWeight) -> StepWeight:
+        return weight.of(meta.unbox(weights[weight.parameter]))
+
+    return jax.tree.map(write, dict(codes), is_leaf=_is_weight)
+
+
+def entries_of(codes: Mapping[str, Any]) -> Iterator[tuple[Path, Path, StepWeight]]:
+    """The paths of weights in parameters and of their codes, and the codes."""
+    leaves, _ = jax.tree.flatten_with_path(codes, is_leaf=_is_weight)
+    for path, weight in leaves:
+        yield weight.parameter, tuple(key.key for key in path), weight
+
+
+def flatten(params: Any) -> dict[Path, Any]:
+    """Parameters by their paths; they may be boxed."""
+    flat: dict[Path, Any] = traverse_util.flatten_dict(params)
+    return flat
+
+
+def _map_paths(function: Callable[[Path, Any], Any], params: Any) -> Any:
+    flat = {path: function(path, x) for path, x in flatten(params).items()}
+    return traverse_util.unflatten_dict(flat)
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, StepWeight)
