@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fbq_jax.kernels.layer_sources import join_gate_up
+from fbq_jax.kernels.packing import GROUP
 from fbq_jax.kernels.sources import Shape
 
 
@@ -90,6 +91,11 @@ class Adam:
         return None
 
     @property
+    def interleaved(self) -> bool:
+        """Whether the products read gate and up in turns of ``GROUP`` columns."""
+        return self.joins and self.values.shape[2] % (2 * GROUP) == 0
+
+    @property
     def shape(self) -> Shape:
         """The shape ``(B, K, N)``."""
         batch, rows, columns = self.values.shape
@@ -103,6 +109,17 @@ class Adam:
         if self.joins:
             weight = join_gate_up(*jnp.split(weight, 2, axis=-1))
         return weight, new
+
+
+def kernel_scalars(source: Adam) -> jax.Array:
+    """All numbers of a source as a kernel reads them, float32 ``[B, 10]``.
+
+    After those of ``AdamScalars`` come b1, 1 - b1, b2, 1 - b2 and eps.
+    """
+    b1, b2 = source.b1, source.b2
+    own = jnp.asarray([b1, 1.0 - b1, b2, 1.0 - b2, source.eps], jnp.float32)
+    batch = source.scalars.shape[0]
+    return jnp.concatenate([source.scalars, jnp.tile(own, (batch, 1))], axis=1)
 
 
 def update(

@@ -154,6 +154,8 @@ def _clip_factor(grads: Any, clip_norm: float | None) -> jax.Array:
     """What gradients are multiplied by, so that their norm is at most this."""
     if clip_norm is None:
         return jnp.ones((), jnp.float32)
-    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    squares = [
+        jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)
+    ]
     norm = jnp.sqrt(sum(squares))
     return jnp.where(norm > clip_norm, clip_norm / norm, 1.0)

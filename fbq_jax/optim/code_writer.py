@@ -46,7 +46,9 @@ class CodeWriter(NamedTuple):
 
         def cast(path: Path, box: Any) -> Any:
             dtype = dtypes.get(path)
-            return box if dtype is None else jax.tree.map(lambda x: x.astype(dtype), box)
+            return (
+                box if dtype is None else jax.tree.map(lambda x: x.astype(dtype), box)
+            )
 
         return _map_paths(cast, params)
 
@@ -58,9 +60,7 @@ def with_codes(optimizer: optax.GradientTransformation) -> CodeWriter:
       optimizer: any transformation, such as ``optax.chain`` of several.
     """
 
-    def update(
-        grads: Any, state: Any, params: Any, codes: Any
-    ) -> tuple[Any, Any, Any]:
+    def update(grads: Any, state: Any, params: Any, codes: Any) -> tuple[Any, Any, Any]:
         wide = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, state = optimizer.update(wide, state, params)
         params = optax.apply_updates(params, updates)

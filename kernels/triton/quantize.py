@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import triton
+import triton.language as tl
 
+from fbq_jax.kernels.adam_source import Adam, AdamWeight, kernel_scalars
 from fbq_jax.kernels.layer_sources import (
     Gate,
     GateGrad,
@@ -40,8 +42,11 @@ from fbq_jax.kernels.triton.quantize_vectors import quantize_vectors
 
 # The most values of a block that registers hold.
 HELD_VALUES = 2**14
+# The weight and its moments, and where they are stored after a step.
+_ADAM_IN_PLACE = {1: 0, 2: 1, 3: 2}
 # The rows of a part of the block of a norm or a gate, the fastest on an H200.
 PART_ROWS = 32
+_TRITON_DTYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 # The most rows of the block of a gate's gradient: registers hold its factors, too.
 MOST_GRAD_ROWS = 128
 
@@ -140,6 +145,14 @@ class _Blocks(NamedTuple):
         if isinstance(source, Matrix):
             return True
         r, c = self.shape
+        if isinstance(source, Adam):
+            # Registers hold a block, which its update may overwrite.
+            is_nearest = all(x.rounding == "nearest" for x in layouts)
+            return (
+                is_nearest
+                and r * c <= HELD_VALUES
+                and (not source.interleaved or GROUP % c == 0)
+            )
         width = source.values.shape[2] // (1 + isinstance(source, Gate))
         # Each row of a block is one group of packed codes.
         fits = c == GROUP and width % GROUP == 0
@@ -188,6 +201,7 @@ def _quantize_blocks(
         is_grouped=source.row_counts is not None,
         bits=getattr(source, "bits", 0),
         interleaved=getattr(source, "interleaved", False),
+        dtype=_TRITON_DTYPES[jnp.dtype(getattr(source, "dtype", jnp.float32)).name],
     )
     config, num_warps = _schedule(source, config)
     outputs = rowwise_outputs(shape, rowwise, dtype)
@@ -202,8 +216,9 @@ def _quantize_blocks(
             "residual_scales": per_block,
             "metrics": per_block,
         }
-        | _packed_outputs(source),
+        | _saved_outputs(source),
         shape=shape,
+        in_place=_ADAM_IN_PLACE if isinstance(source, Adam) else {},
         block=(r, c),
         unit=unit,
         num_warps=num_warps,
@@ -216,6 +231,9 @@ def _quantize_blocks(
         residual = Term(found["residual_codes"], found["residual_scales"])
         main = dataclasses.replace(main, residual=residual)
     transposed = colwise_operand(found, shape, colwise)
+    if isinstance(source, Adam):
+        new = AdamWeight(*(found[f"new_{name}"] for name in AdamWeight._fields))
+        return Layouts(main, transposed, saved=new)
     if not isinstance(source, Norm | Gate):
         return Layouts(main, transposed, metric)
     packed = Packed(found["packed"], found["packed_scales"])
@@ -239,13 +257,19 @@ def _kernel_of(
             return sources.quantize_norm, inputs, GROUP
         case Gate():
             return sources.quantize_gate, inputs, GROUP
+        case Adam():
+            inputs |= source.state._asdict() | {"scalars": kernel_scalars(source)}
+            return sources.quantize_adam, inputs, column_unit(source.shape[2])
     assert isinstance(source, GateGrad)
     inputs["packed"], inputs["packed_scales"] = source.factors
     return sources.quantize_gate_grad, inputs, 2 * GROUP
 
 
-def _packed_outputs(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a norm or a gate saves, packed."""
+def _saved_outputs(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
+    """The new state of a weight, or what a norm or a gate saves, packed."""
+    if isinstance(source, Adam):
+        fields = source.state._asdict().items()
+        return {f"new_{name}": output(x.shape, x.dtype) for name, x in fields}
     if not isinstance(source, Norm | Gate):
         return {}
     batch, rows, columns = source.shape
@@ -264,6 +288,8 @@ def _schedule(source: Source, config: Config) -> tuple[Config, int]:
     then holds more elements.
     """
     size, itemsize = config.r * config.c, source.values.dtype.itemsize
+    if isinstance(source, Adam):
+        return config, max(1, size // 2**10)
     if isinstance(source, GateGrad):
         return config, max(1, size // 2**11)
     if isinstance(source, Norm | Gate):

@@ -169,6 +169,34 @@ def quantize_gate_grad(
 
 
 @triton.jit
+def quantize_adam(
+    x,
+    weight,
+    mu,
+    nu,
+    scalars,
+    rows,
+    units,
+    new_weight,
+    new_mu,
+    new_nu,
+    codes,
+    scales,
+    sums,
+    colwise_codes,
+    colwise_scales,
+    colwise_sums,
+    CONFIG: tl.constexpr,
+):
+    """Updates and quantizes a block of a weight; x is its gradient."""
+    at, offsets = locate_block(rows, units * CONFIG.column_unit, CONFIG.r, CONFIG.c)
+    colwise = colwise_codes, colwise_scales, colwise_sums
+    outputs = (codes, scales, sums), (), colwise
+    operands = (x, weight, mu, nu), scalars, (new_weight, new_mu, new_nu)
+    _quantize(_adam, operands, (), (), (), outputs, at, offsets, CONFIG)
+
+
+@triton.jit
 def _quantize(
     SOURCE: tl.constexpr,
     operands,
@@ -266,6 +294,50 @@ def _gate_grad(operands, at, r: tl.constexpr, CONFIG: tl.constexpr):
     for k in tl.static_range(4):
         y += ((widen(tiles[k]) * factor[k]).to(tiles[k].dtype),)  # type: ignore[assignment]
     return y, ()
+
+
+@triton.jit
+def _adam(operands, at, r: tl.constexpr, CONFIG: tl.constexpr):
+    """The tiles of a weight after a step, in the dtype of the products.
+
+    ``operands`` are the gradient, the weight and its moments; the numbers of
+    ``adam_source.kernel_scalars``; and where the new weight and moments are stored.
+    """
+    old, scalars, new = operands
+    batch, i, j, rows, columns = at
+    if CONFIG.interleaved:  # in memory, all of up follows all of gate
+        PER_GROUP: tl.constexpr = 128 // CONFIG.c
+        group = j // PER_GROUP
+        first = group % 2 * (columns // (2 * CONFIG.c)) + group // 2 * PER_GROUP
+        j = first + j % PER_GROUP
+    rate = tl.load(scalars + batch * 10)
+    decay = tl.load(scalars + batch * 10 + 1)
+    mu_bias = tl.load(scalars + batch * 10 + 2)
+    nu_bias = tl.load(scalars + batch * 10 + 3)
+    grad_scale = tl.load(scalars + batch * 10 + 4)
+    b1 = tl.load(scalars + batch * 10 + 5)
+    mu_part = tl.load(scalars + batch * 10 + 6)
+    b2 = tl.load(scalars + batch * 10 + 7)
+    nu_part = tl.load(scalars + batch * 10 + 8)
+    eps = tl.load(scalars + batch * 10 + 9)
+    row = i * r + 4 * tl.arange(0, r // 4)[:, None]
+    column = j * CONFIG.c + tl.arange(0, CONFIG.c)[None, :]
+    tiles = ()
+    for k in tl.static_range(4):
+        inside = (row + k < rows) & (column < columns)
+        element = (batch * rows + row + k) * columns + column
+        grad = widen(tl.load(old[0] + element, inside, 0.0)) * grad_scale
+        weight = widen(tl.load(old[1] + element, inside, 0.0))
+        mu = mu_part * grad + b1 * tl.load(old[2] + element, inside, 0.0)
+        nu = nu_part * (grad * grad) + b2 * tl.load(old[3] + element, inside, 0.0)
+        root = tl.sqrt_rn(tl.div_rn(nu, nu_bias)) + eps
+        step = tl.div_rn(tl.div_rn(mu, mu_bias), root) + decay * weight
+        weight = (weight - rate * step).to(new[0].dtype.element_ty)
+        tl.store(new[0] + element, weight, inside)
+        tl.store(new[1] + element, mu, inside)
+        tl.store(new[2] + element, nu, inside)
+        tiles += (weight.to(CONFIG.dtype),)  # type: ignore[assignment]
+    return tiles, ()
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbq_jax.kernels import packing, reference, rounding
+from fbq_jax.kernels.adam_source import Adam, AdamWeight
 from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm, SavedNorm
 from fbq_jax.kernels.quantized import CRITERIA, Layout, Layouts, Quantized, Term
 from fbq_jax.kernels.rounding import MatrixSeeds
@@ -147,6 +148,26 @@ def gate_grad(
         dy = heavy(shape, dtype=dtype)
         dy = _fill_missing_rows(dy, row_counts, _garbage(dy))
         return GateGrad(dy, packed, _counts(row_counts), bits, interleaved)
+
+    return make
+
+
+def adam(
+    shape: tuple[int, int, int],
+    dtype: str,
+    weight_dtype: str = "float32",
+    joins: bool = False,
+) -> Callable[[], Adam]:
+    """Weights of this shape with gradients of a dtype, after some steps."""
+
+    def make() -> Adam:
+        grad, *moments = (heavy(shape, seed) for seed in range(3))
+        weight = jax.random.normal(jax.random.key(0), shape).astype(weight_dtype)
+        state = AdamWeight(weight, jnp.asarray(moments[0]), jnp.square(moments[1]))
+        scalars = [[1e-3, 0.1, 1 - 0.9**3, 1 - 0.95**3, 0.5]]
+        numbers = jnp.asarray(scalars * shape[0], jnp.float32)
+        values = jnp.asarray(grad, dtype)
+        return Adam(values, state, numbers, 0.9, 0.95, 1e-8, "bfloat16", joins)
 
     return make
 
@@ -330,6 +351,29 @@ GATES, GATES_IN_ROWS = _cases(gate, 3, _LAYERS), _cases(gate, 3, _IN_ROWS)
 GRADS, GRADS_IN_ROWS = (
     _cases(gate_grad, 3, table) for table in (_GRADS, _GRADS_IN_ROWS)
 )
+# Updated weights: the shape, the dtypes of the gradient and the weight, and whether the
+# weight is that of gate and up.
+ADAMS = _cases(
+    adam,
+    4,
+    [
+        (
+            *((1, 200, 256), "bfloat16", "float32", False),
+            *(near(128, 128), near(128, 128, sums=True)),
+        ),
+        ((2, 70, 304), "float32", "bfloat16", False, near(64, 64), near(64, 64)),
+        ((1, 130, 512), "bfloat16", "float32", True, near(128, 128), near(128, 128)),
+        ((2, 64, 256), "bfloat16", "float32", True, near(32, 32), None),
+        ((1, 64, 320), "float32", "float32", True, near(64, 64), near(64, 64)),
+        ((1, 256, 256), "bfloat16", "float32", False, near(1, 128), near(128, 1)),
+        ((1, 40, 51), "bfloat16", "float32", False, near(1, None), near(None, 1)),
+        (
+            *((1, 128, 256), "bfloat16", "float32", False),
+            *(near(1, 128), near(128, 128), FLOAT8),
+        ),
+        ((1, 300, 256), "bfloat16", "float32", False, near(256, 256), near(256, 256)),
+    ],
+)
 # Matrices of which rows are missing: also their counts, and whether gate and up are
 # interleaved.
 _THREE, _TWO = (32, 0, 19), (5, 64)
@@ -380,7 +424,7 @@ GRADS_OF_TILES = _cases(
 ALL = [*BLOCKS, *FALLBACK, *VECTORS, PER_TENSOR, *ROWS, *ROWS_AND_BLOCKS]
 ALL += [*FLOAT8_BLOCKS, *FLOAT8_ROWS, *GROUPED, *GROUPED_FALLBACK, *GATHERED]
 ALL += [*NORMS, *GATES, *GRADS, *NORMS_IN_ROWS, *GATES_IN_ROWS, *GRADS_IN_ROWS]
-ALL += [*GATES_OF_TILES, *GRADS_OF_TILES]
+ALL += [*GATES_OF_TILES, *GRADS_OF_TILES, *ADAMS]
 
 
 def of_bits(bits: int) -> list[Case]:
@@ -615,6 +659,16 @@ def _check_saved(source: Source, got: Any, want: Any) -> None:
     if isinstance(want, SavedNorm):
         np.testing.assert_allclose(got.rstd, want.rstd, rtol=1e-6)
         got, want = got.normalized, want.normalized
+    if isinstance(want, AdamWeight):
+        for new, expected in zip(got, want, strict=True):
+            assert new.dtype == expected.dtype
+            step = 0.0 if new.dtype == jnp.float32 else 2.0**-8
+            np.testing.assert_allclose(
+                *(np.asarray(x, np.float32) for x in (new, expected)),
+                rtol=1e-6 + step,
+                atol=2e-7,  # of weights of about 1
+            )
+        return
     if not want:
         return
     np.testing.assert_allclose(got.scales, want.scales, rtol=1e-5)
