@@ -1,0 +1,155 @@
+"""Optimizers that write the codes of weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from fbq_jax import (
+    FallbackDot,
+    GatedMLP,
+    MoEMLP,
+    NormDense,
+    Routing,
+    fallback_dot,
+    optim,
+    quantize_weights_once,
+    recipes,
+)
+from tests.marks import with_first_fast
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+BF16 = {"dtype": jnp.bfloat16, "dot_general": fallback_dot}
+
+
+@pytest.fixture
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        yield
+
+
+class Layers(nn.Module):
+    """A layer, a gate and a projection of several axes."""
+
+    dot: FallbackDot = fallback_dot
+
+    @nn.compact
+    def __call__(self, x):
+        layer = functools.partial(nn.Dense, dtype=jnp.bfloat16, dot_general=self.dot)
+        x = layer(256)(x)
+        x = GatedMLP(256, dtype=jnp.bfloat16, dot_general=self.dot)(x)
+        heads = nn.DenseGeneral((2, 64), dtype=jnp.bfloat16, dot_general=self.dot)(x)
+        return nn.DenseGeneral(
+            128, axis=(-2, -1), dtype=jnp.bfloat16, dot_general=self.dot
+        )(heads)
+
+
+class Stack(nn.Module):
+    """Equal layers in a loop."""
+
+    @nn.compact
+    def __call__(self, x):
+        loop = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": 0, "fallback": 0, "fallback_codes": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        return loop(NormDense(128, **BF16), x, None)[0]
+
+
+class Experts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return MoEMLP(Routing(4, 2), 128, **BF16)(x)
+
+
+MODELS = {
+    "layers": Layers(),
+    "row blocks": Layers(FallbackDot(recipes.row_block_lhs)),
+    "rows": nn.Dense(128, dot_general=FallbackDot(recipes.rowwise)),
+    "scanned": Stack(),
+    "experts": Experts(),
+}
+X = jax.random.normal(jax.random.key(0), (256, 128)).astype(jnp.bfloat16)
+
+
+class Run:
+    """A model in training, with or without codes."""
+
+    def __init__(self, model, optimizer, codes=True):
+        variables = jax.jit(model.init)(jax.random.key(1), X)
+        self.model, self.optimizer = model, optimizer
+        self.params, self.state = variables.pop("params"), dict(variables)
+        self.opt_state = jax.jit(optimizer.init)(self.params)
+        self.codes = {}
+        if codes:
+            make = jax.jit(lambda v: quantize_weights_once(model, v, X))
+            self.codes = make({"params": self.params, **self.state})
+        self.step = jax.jit(self._step)
+
+    def loss(self, params, state, x):
+        variables = {"params": params, **state}
+        y, state = self.model.apply(variables, x, mutable=["fallback"])
+        return jnp.mean(jnp.square(y.astype(jnp.float32))), state
+
+    def _step(self, params, opt_state, state, codes, x):
+        grad = jax.value_and_grad(self.loss, has_aux=True)
+        if not codes:
+            (loss, state), grads = grad(params, state, x)
+            updates, opt_state = self.optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            return loss, (params, opt_state, state, codes)
+        weights = self.optimizer.differentiable(params, codes)
+        (loss, state), grads = grad(weights, {**state, **codes}, x)
+        new = self.optimizer.update(grads, opt_state, params, codes)
+        return loss, (*new[:2], state, new[2])
+
+    def train(self, steps):
+        """The losses of some steps."""
+        losses = []
+        for _ in range(steps):
+            loss, new = self.step(
+                self.params, self.opt_state, self.state, self.codes, X
+            )
+            self.params, self.opt_state, self.state, self.codes = new
+            losses.append(float(loss))
+        return losses
+
+    def check_codes(self):
+        """The codes are those of the parameters."""
+        variables = {"params": self.params, **self.state}
+        want = quantize_weights_once(self.model, variables, X)
+        jax.tree.map(np.testing.assert_array_equal, self.codes, want)
+
+
+@pytest.mark.parametrize("name", with_first_fast(MODELS))
+def test_losses_are_those_without_codes(name):
+    """Bit for bit, with any optimizer of optax."""
+    optimizer = optax.adamw(1e-3)
+    want = Run(MODELS[name], optimizer, codes=False)
+    run = Run(MODELS[name], optim.with_codes(optimizer))
+    assert run.train(5) == want.train(5)
+    jax.tree.map(np.testing.assert_array_equal, run.params, want.params)
+    run.check_codes()
+
+
+@pytest.mark.parametrize("name", with_first_fast(MODELS))
+def test_adamw_is_optax(name):
+    """Its moments are equal in one step, and its weights up to rounding."""
+    options = {"b2": 0.95, "weight_decay": 0.1}
+    want = Run(MODELS[name], optax.adamw(1e-3, **options), codes=False)
+    run = Run(MODELS[name], optim.adamw(1e-3, **options))
+    assert run.train(1) == want.train(1)
+    for moments in ("mu", "nu"):
+        pair = (getattr(x, moments) for x in (run.opt_state, want.opt_state[0]))
+        jax.tree.map(np.testing.assert_array_equal, *pair)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, run.params, want.params)
+    run.check_codes()
+    np.testing.assert_allclose(run.train(4), want.train(4), rtol=1e-2)
+    run.check_codes()
