@@ -13,6 +13,7 @@ The codes are of ``w'``, rounded to the dtype of the products.
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -58,22 +59,23 @@ class AdamScalars(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "state", "scalars"],
-    meta_fields=["b1", "b2", "eps", "dtype", "joins"],
+    meta_fields=["b1", "b2", "eps", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
 class Adam:
     """Weights ``[B, K, N]`` after a step.  It saves their new ``AdamWeight``.
 
+    The weights of gate and up are ``[B, K, 2, F]``, which the products read as
+    ``join_gate_up`` joins them.
+
     Attributes:
-      values: the gradient, bfloat16, float16 or float32 ``[B, K, N]``.
-      state: the weights and their moments, ``[B, K, N]``.
+      values: the gradient, bfloat16, float16 or float32, of the weights' shape.
+      state: the weights and their moments.
       scalars: ``AdamScalars`` as float32 ``[B, 5]``.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
       dtype: the dtype of the products with the weight.
-      joins: whether N holds the columns of gate and then those of up, which the
-        products read as ``join_gate_up`` joins them.
     """
 
     values: jax.Array
@@ -83,7 +85,6 @@ class Adam:
     b2: float
     eps: float
     dtype: jax.typing.DTypeLike
-    joins: bool = False
 
     @property
     def row_counts(self) -> None:
@@ -93,21 +94,24 @@ class Adam:
     @property
     def interleaved(self) -> bool:
         """Whether the products read gate and up in turns of ``GROUP`` columns."""
-        return self.joins and self.values.shape[2] % (2 * GROUP) == 0
+        return self.values.ndim == 4 and self.values.shape[3] % GROUP == 0
 
     @property
     def shape(self) -> Shape:
         """The shape ``(B, K, N)``."""
-        batch, rows, columns = self.values.shape
-        return batch, rows, columns
+        batch, rows, *columns = self.values.shape
+        return batch, rows, math.prod(columns)
 
     def compute(self) -> tuple[jax.Array, AdamWeight]:
         """The weights in the dtype of the products, and the new state."""
-        scalars = AdamScalars(*jnp.moveaxis(self.scalars, -1, 0)[..., None, None])
+        ones = (1,) * (self.values.ndim - 1)
+        scalars = AdamScalars(
+            *self.scalars.T.reshape(-1, *self.scalars.shape[:1], *ones)
+        )
         new = update(self.values, self.state, scalars, self.b1, self.b2, self.eps)
         weight = new.weight.astype(self.dtype)
-        if self.joins:
-            weight = join_gate_up(*jnp.split(weight, 2, axis=-1))
+        if weight.ndim == 4:
+            weight = join_gate_up(weight[:, :, 0], weight[:, :, 1])
         return weight, new
 
 

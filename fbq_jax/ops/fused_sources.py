@@ -73,10 +73,18 @@ def _packed_words(
 
 def _adam_words(source: Adam, stack: str, sides: tuple[int, int]) -> SourceWords:
     shape = source.values.shape
-    rows, columns = rows_of(shape, stack, sides[0]), UNSHARDED_AXIS
-    if not source.joins:
-        columns = block_axis("j", shape[-1], sides[1])
-    words: Any = f"{stack} {rows.codes} {columns.codes}"
+    rows, columns = block_axis("i", shape[1], sides[0]), UNSHARDED_AXIS
+    words: Any = f"{stack} {rows.codes} {UNSHARDED}"
+    if source.values.ndim == 3:
+        columns = block_axis("j", shape[2], sides[1])
+        words = f"{stack} {rows.codes} {columns.codes}"
+    elif source.interleaved:  # each shard of the columns has both gate and up
+        unit = max(sides[1], packing.GROUP)
+        column = _packed_columns(shape[3], unit)
+        columns = AxisWords(column(2 * unit), column(2 * unit // sides[1]))
+        words = f"{stack} {rows.codes} {UNSHARDED} {column(unit)}"
+    else:
+        words = f"{words} {UNSHARDED}"
     saved = AdamWeight(words, words, words)
     return words_of(source, words, *saved, f"{stack} ."), saved, rows, columns
 

@@ -98,8 +98,7 @@ def _write(
 ) -> tuple[AdamWeight, StepWeight]:
     """A weight after a step, and its codes."""
     stacked = _stacked(weight)
-    joins = grad.ndim - stacked == 3 and weight.as_matrix is not None
-    shape = _matrix_shape(weight, grad.shape[stacked:], joins=joins)
+    shape = _matrix_shape(weight, grad.shape[stacked:])
     if shape is None:
         new = update(grad, state, scalars, *decays)
         return new, weight.of(new.weight)
@@ -110,7 +109,7 @@ def _write(
 
     def run(grad: jax.Array, state: AdamWeight) -> tuple[AdamWeight, Layouts]:
         values, own = jax.tree.map(lambda x: x.reshape(shape), (grad, state))
-        source = Adam(values, own, numbers, *decays, dtype=dtype, joins=joins)
+        source = Adam(values, own, numbers, *decays, dtype=dtype)
         found = quantize_in_layouts(spec, source, no_seeds, spec.rhs(save=True))
         new = jax.tree.map(lambda x: x.reshape(grad.shape), found.saved)
         return new, found._replace(saved=())
@@ -121,17 +120,16 @@ def _write(
     return new, replace(weight, codes=codes)
 
 
-def _matrix_shape(
-    weight: StepWeight, shape: tuple[int, ...], *, joins: bool
-) -> tuple[int, int, int] | None:
-    """The shape ``[B, K, N]`` of a product's weight; None if it is transposed."""
-    contract, batch = ((0,), ()) if joins else weight.axes
+def _matrix_shape(weight: StepWeight, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of a weight as ``Adam`` takes it; None if a product transposes it."""
+    if weight.as_matrix is not None and len(shape) == 3:  # of gate and up
+        return (1, *shape)
+    contract, batch = weight.axes
     free = [axis for axis in range(len(shape)) if axis not in (*contract, *batch)]
     if [*batch, *contract, *free] != [*range(len(shape))]:
         return None
     groups = batch, contract, free
-    batches, rows, columns = (math.prod(shape[i] for i in axes) for axes in groups)
-    return batches, rows, columns
+    return tuple(math.prod(shape[i] for i in axes) for axes in groups)
 
 
 def _stacked(weight: StepWeight) -> int:

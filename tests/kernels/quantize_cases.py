@@ -167,7 +167,10 @@ def adam(
         scalars = [[1e-3, 0.1, 1 - 0.9**3, 1 - 0.95**3, 0.5]]
         numbers = jnp.asarray(scalars * shape[0], jnp.float32)
         values = jnp.asarray(grad, dtype)
-        return Adam(values, state, numbers, 0.9, 0.95, 1e-8, "bfloat16", joins)
+        if joins:
+            halves = *shape[:2], 2, shape[2] // 2
+            values, state = jax.tree.map(lambda x: x.reshape(halves), (values, state))
+        return Adam(values, state, numbers, 0.9, 0.95, 1e-8, "bfloat16")
 
     return make
 
