@@ -4,10 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from fbq_jax.kernels import packing
-from fbq_jax.kernels.adam_source import Adam, AdamWeight
 from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm, SavedNorm
 from fbq_jax.kernels.packing import Packed
+from fbq_jax.kernels.weight_update import UpdatedWeight
 from fbq_jax.ops.quantization import KINDS, SourceKind, SourceWords, rows_of, words_of
 from fbq_jax.sharding.rule_language import (
     UNSHARDED,
@@ -71,7 +73,9 @@ def _packed_words(
     )
 
 
-def _adam_words(source: Adam, stack: str, sides: tuple[int, int]) -> SourceWords:
+def _update_words(
+    source: UpdatedWeight, stack: str, sides: tuple[int, int]
+) -> SourceWords:
     shape = source.values.shape
     rows, columns = block_axis("i", shape[1], sides[0]), UNSHARDED_AXIS
     words: Any = f"{stack} {rows.codes} {UNSHARDED}"
@@ -85,11 +89,12 @@ def _adam_words(source: Adam, stack: str, sides: tuple[int, int]) -> SourceWords
         words = f"{stack} {rows.codes} {UNSHARDED} {column(unit)}"
     else:
         words = f"{words} {UNSHARDED}"
-    saved = AdamWeight(words, words, words)
-    return words_of(source, words, *saved, f"{stack} ."), saved, rows, columns
+    saved = jax.tree.map(lambda _: words, source.state)
+    words = words_of(source, words, *jax.tree.leaves(saved), f"{stack} .")
+    return words, saved, rows, columns
 
 
 KINDS[Norm] = SourceKind(_norm_words, most_rows=256)
 KINDS[Gate] = SourceKind(_gate_words, (2, 1), most_rows=256)
 KINDS[GateGrad] = SourceKind(_gate_words, (1, 2), most_rows=128)
-KINDS[Adam] = SourceKind(_adam_words)
+KINDS[UpdatedWeight] = SourceKind(_update_words)

@@ -67,7 +67,8 @@ class Config(NamedTuple):
       is_grouped: whether ``row_counts`` has the number of rows of each matrix.
       bits: the bits of packed codes.
       interleaved: how gate and up are joined.
-      dtype: the dtype of a weight's values.
+      dtype: the dtype of a weight's products.
+      has_moments: whether a weight has moments.
     """
 
     r: int
@@ -87,6 +88,7 @@ class Config(NamedTuple):
     bits: int
     interleaved: bool
     dtype: Any
+    has_moments: bool
 
 
 @triton.jit

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fbq_jax.kernels import packing, reference, rounding
-from fbq_jax.kernels.adam_source import Adam, AdamWeight
 from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm, SavedNorm
 from fbq_jax.kernels.quantized import CRITERIA, Layout, Layouts, Quantized, Term
 from fbq_jax.kernels.rounding import MatrixSeeds
 from fbq_jax.kernels.sources import Matrix, Source
 from fbq_jax.kernels.tiles import assign_tiles
+from fbq_jax.kernels.weight_update import UpdatedWeight, WeightState
 from tests import oracle
 
 FLOAT8 = {"dtype": "float8_e4m3fn"}
@@ -152,25 +152,29 @@ def gate_grad(
     return make
 
 
-def adam(
+def updated_weight(
     shape: tuple[int, int, int],
     dtype: str,
     weight_dtype: str = "float32",
-    joins: bool = False,
-) -> Callable[[], Adam]:
+    optimizer: str = "adamw",
+    of_gate: bool = False,
+) -> Callable[[], UpdatedWeight]:
     """Weights of this shape with gradients of a dtype, after some steps."""
 
-    def make() -> Adam:
-        grad, *moments = (heavy(shape, seed) for seed in range(3))
+    def make() -> UpdatedWeight:
+        grad, *moments = (jnp.asarray(heavy(shape, seed)) for seed in range(3))
         weight = jax.random.normal(jax.random.key(0), shape).astype(weight_dtype)
-        state = AdamWeight(weight, jnp.asarray(moments[0]), jnp.square(moments[1]))
-        scalars = [[1e-3, 0.1, 1 - 0.9**3, 1 - 0.95**3, 0.5]]
-        numbers = jnp.asarray(scalars * shape[0], jnp.float32)
-        values = jnp.asarray(grad, dtype)
-        if joins:
+        state = WeightState(weight)
+        if optimizer == "adamw":
+            state = WeightState(weight, moments[0], jnp.square(moments[1]))
+        of_mu, of_nu = ([b, 1 - b, 1 - b**3] for b in (0.9, 0.95))
+        scalars = jnp.asarray([1e-3, 0.1, 0.5, *of_mu, *of_nu, 1e-8], jnp.float32)
+        values = grad.astype(dtype)
+        if of_gate:
             halves = *shape[:2], 2, shape[2] // 2
             values, state = jax.tree.map(lambda x: x.reshape(halves), (values, state))
-        return Adam(values, state, numbers, 0.9, 0.95, 1e-8, "bfloat16")
+        scalars = jnp.tile(scalars, (shape[0], 1))
+        return UpdatedWeight(values, state, scalars, "bfloat16")
 
     return make
 
@@ -356,25 +360,40 @@ GRADS, GRADS_IN_ROWS = (
 )
 # Updated weights: the shape, the dtypes of the gradient and the weight, and whether the
 # weight is that of gate and up.
-ADAMS = _cases(
-    adam,
-    4,
+UPDATES = _cases(
+    updated_weight,
+    5,
     [
         (
-            *((1, 200, 256), "bfloat16", "float32", False),
+            *((1, 200, 256), "bfloat16", "float32", "adamw", False),
             *(near(128, 128), near(128, 128, sums=True)),
         ),
-        ((2, 70, 304), "float32", "bfloat16", False, near(64, 64), near(64, 64)),
-        ((1, 130, 512), "bfloat16", "float32", True, near(128, 128), near(128, 128)),
-        ((2, 64, 256), "bfloat16", "float32", True, near(32, 32), None),
-        ((1, 64, 320), "float32", "float32", True, near(64, 64), near(64, 64)),
-        ((1, 256, 256), "bfloat16", "float32", False, near(1, 128), near(128, 1)),
-        ((1, 40, 51), "bfloat16", "float32", False, near(1, None), near(None, 1)),
         (
-            *((1, 128, 256), "bfloat16", "float32", False),
+            *((2, 70, 304), "float32", "bfloat16", "adamw", False),
+            *(near(64, 64), near(64, 64)),
+        ),
+        (
+            *((1, 130, 512), "bfloat16", "float32", "adamw", True),
+            *(near(128, 128), near(128, 128)),
+        ),
+        ((2, 64, 256), "bfloat16", "float32", "sgd", True, near(32, 32), None),
+        ((1, 64, 320), "float32", "float32", "adamw", True, None, near(64, 64)),
+        (
+            *((1, 256, 256), "bfloat16", "float32", "adamw", False),
+            *(near(1, 128), near(128, 1)),
+        ),
+        (
+            *((1, 40, 51), "bfloat16", "float32", "adamw", False),
+            *(near(1, None), near(None, 1)),
+        ),
+        (
+            *((1, 128, 256), "bfloat16", "float32", "sgd", False),
             *(near(1, 128), near(128, 128), FLOAT8),
         ),
-        ((1, 300, 256), "bfloat16", "float32", False, near(256, 256), near(256, 256)),
+        (
+            *((1, 300, 256), "bfloat16", "float32", "adamw", False),
+            *(near(256, 256), near(256, 256)),
+        ),
     ],
 )
 # Matrices of which rows are missing: also their counts, and whether gate and up are
@@ -427,7 +446,7 @@ GRADS_OF_TILES = _cases(
 ALL = [*BLOCKS, *FALLBACK, *VECTORS, PER_TENSOR, *ROWS, *ROWS_AND_BLOCKS]
 ALL += [*FLOAT8_BLOCKS, *FLOAT8_ROWS, *GROUPED, *GROUPED_FALLBACK, *GATHERED]
 ALL += [*NORMS, *GATES, *GRADS, *NORMS_IN_ROWS, *GATES_IN_ROWS, *GRADS_IN_ROWS]
-ALL += [*GATES_OF_TILES, *GRADS_OF_TILES, *ADAMS]
+ALL += [*GATES_OF_TILES, *GRADS_OF_TILES, *UPDATES]
 
 
 def of_bits(bits: int) -> list[Case]:
@@ -662,8 +681,8 @@ def _check_saved(source: Source, got: Any, want: Any) -> None:
     if isinstance(want, SavedNorm):
         np.testing.assert_allclose(got.rstd, want.rstd, rtol=1e-6)
         got, want = got.normalized, want.normalized
-    if isinstance(want, AdamWeight):
-        for new, expected in zip(got, want, strict=True):
+    if isinstance(want, WeightState):
+        for new, expected in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             assert new.dtype == expected.dtype
             step = 0.0 if new.dtype == jnp.float32 else 2.0**-8
             np.testing.assert_allclose(

@@ -153,3 +153,12 @@ def test_adamw_is_optax(name):
     run.check_codes()
     np.testing.assert_allclose(run.train(4), want.train(4), rtol=1e-2)
     run.check_codes()
+
+
+def test_sgd_is_optax():
+    want = Run(MODELS["layers"], optax.sgd(0.1), codes=False)
+    run = Run(MODELS["layers"], optim.sgd(0.1))
+    assert run.train(1) == want.train(1)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, run.params, want.params)
+    run.check_codes()

@@ -1,7 +1,7 @@
-"""AdamW that updates a weight and quantizes it in one kernel."""
+"""Optimizers that update a weight and quantize it in one kernel."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,13 @@ from flax.core import meta
 
 from fbq_jax.core.frozen_weight import StepWeight
 from fbq_jax.core.gemms import Spec, quantize_in_layouts
-from fbq_jax.kernels.adam_source import Adam, AdamScalars, AdamWeight, update
 from fbq_jax.kernels.quantized import Layouts
+from fbq_jax.kernels.weight_update import (
+    UpdatedWeight,
+    UpdateScalars,
+    WeightState,
+    update,
+)
 from fbq_jax.optim.code_writer import CodeWriter, Path, entries_of, flatten
 
 
@@ -55,61 +60,117 @@ def adamw(
     ) -> tuple[Any, Any, Any]:
         count = optax.safe_increment(state.count)
         t = count.astype(jnp.float32)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        scalars = AdamScalars(
-            *(jnp.asarray(x, jnp.float32) for x in (rate, weight_decay)),
-            1.0 - b1**t,
-            1.0 - b2**t,
-            _clip_factor(grads, clip_norm),
+        scalars = _scalars(
+            *(learning_rate, state.count, weight_decay, _clip_factor(grads, clip_norm)),
+            of_mu=(b1, 1.0 - b1, 1.0 - b1**t),
+            of_nu=(b2, 1.0 - b2, 1.0 - b2**t),
+            eps=eps,
         )
-        decays = flatten(_mask_of(mask, params))
-        trees = [flatten(tree) for tree in (grads, params, state.mu, state.nu)]
-        found = {path: (at, weight) for path, at, weight in entries_of(codes)}
-        after: list[dict[Path, Any]] = [{}, {}, {}]
-        new_codes = traverse_util.flatten_dict(dict(codes), is_leaf=_is_entry)
-        for path in trees[0]:
-            boxes = [tree[path] for tree in trees]
-            grad, *old = map(meta.unbox, boxes)
-            own = scalars
-            if not decays[path]:
-                own = own._replace(decay=jnp.zeros((), jnp.float32))
-            at, weight = found.get(path, (None, None))
-            state_of = AdamWeight(*old)
-            if weight is None:
-                new = update(grad, state_of, own, b1, b2, eps)
-            else:
-                new, written = _write(weight, grad, state_of, own, (b1, b2, eps))
-                new_codes[at] = written
-            for tree, box, value in zip(after, boxes[1:], new, strict=True):
-                tree[path] = meta.replace_boxed(box, value)
-        params, mu, nu = map(traverse_util.unflatten_dict, after)
-        state = optax.ScaleByAdamState(count, mu, nu)
-        return params, state, traverse_util.unflatten_dict(new_codes)
+        old = WeightState(params, state.mu, state.nu)
+        new, codes = _update_all(grads, old, codes, scalars, _mask_of(mask, params))
+        state = optax.ScaleByAdamState(count, new.mu, new.nu)
+        return new.weight, state, codes
 
     return CodeWriter(init, step)
+
+
+def sgd(
+    learning_rate: optax.ScalarOrSchedule, *, clip_norm: float | None = None
+) -> CodeWriter:
+    """``optax.sgd`` without momentum that writes codes, as ``adamw`` does.
+
+    Args:
+      learning_rate: a number or a schedule.
+      clip_norm: as in ``adamw``.
+    """
+
+    def init(params: optax.Params) -> optax.ScaleByScheduleState:
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+
+    def step(
+        grads: Any, state: optax.ScaleByScheduleState, params: Any, codes: Any
+    ) -> tuple[Any, Any, Any]:
+        factor = _clip_factor(grads, clip_norm)
+        scalars = _scalars(learning_rate, state.count, 0.0, factor)
+        decays = _mask_of(None, params)
+        new, codes = _update_all(grads, WeightState(params), codes, scalars, decays)
+        state = optax.ScaleByScheduleState(optax.safe_increment(state.count))
+        return new.weight, state, codes
+
+    return CodeWriter(init, step)
+
+
+def _scalars(
+    learning_rate: optax.ScalarOrSchedule,
+    count: jax.Array,
+    decay: float,
+    grad_scale: jax.Array,
+    of_mu: Sequence[Any] = (0.0, 0.0, 1.0),
+    of_nu: Sequence[Any] = (0.0, 0.0, 1.0),
+    eps: float = 0.0,
+) -> UpdateScalars:
+    rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    numbers = rate, decay, grad_scale, *of_mu, *of_nu, eps
+    return UpdateScalars(*(jnp.asarray(x, jnp.float32) for x in numbers))
+
+
+def _update_all(
+    grads: Any, state: WeightState, codes: Any, scalars: UpdateScalars, decays: Any
+) -> tuple[WeightState, Any]:
+    """The parameters and moments after a step, and the codes.
+
+    Args:
+      grads: the gradients.
+      state: the parameters and the moments; each field is a tree.
+      codes: the codes of some parameters.
+      scalars: the numbers of the step.
+      decays: whether each parameter decays.
+    """
+    no_decay = scalars._replace(decay=jnp.zeros((), jnp.float32))
+    found = {path: (at, weight) for path, at, weight in entries_of(codes)}
+    new_codes = traverse_util.flatten_dict(dict(codes), is_leaf=_is_entry)
+    trees = [None if tree is None else flatten(tree) for tree in state]
+    after: list[dict[Path, Any]] = [{} for _ in trees]
+    flags = flatten(decays)
+    for path, grad in flatten(grads).items():
+        boxes = [None if tree is None else tree[path] for tree in trees]
+        own = WeightState(*map(meta.unbox, boxes))
+        numbers = scalars if flags[path] else no_decay
+        at, weight = found.get(path, (None, None))
+        if weight is None:
+            new = update(meta.unbox(grad), own, numbers)
+        else:
+            new, new_codes[at] = _write(weight, meta.unbox(grad), own, numbers)
+        for tree, box, value in zip(after, boxes, new, strict=True):
+            tree[path] = meta.replace_boxed(box, value)
+    results = [
+        None if old is None else traverse_util.unflatten_dict(tree)
+        for old, tree in zip(state, after, strict=True)
+    ]
+    return WeightState(*results), traverse_util.unflatten_dict(new_codes)
 
 
 def _write(
     weight: StepWeight,
     grad: jax.Array,
-    state: AdamWeight,
-    scalars: AdamScalars,
-    decays: tuple[float, float, float],
-) -> tuple[AdamWeight, StepWeight]:
+    state: WeightState,
+    scalars: UpdateScalars,
+) -> tuple[WeightState, StepWeight]:
     """A weight after a step, and its codes."""
     stacked = _stacked(weight)
     shape = _matrix_shape(weight, grad.shape[stacked:])
     if shape is None:
-        new = update(grad, state, scalars, *decays)
+        new = update(grad, state, scalars)
         return new, weight.of(new.weight)
     config, dtype = weight.config, weight.dtype
     spec = Spec(config.recipe, dtype, dtype, dtype, config.implementation)
     numbers = jnp.broadcast_to(jnp.stack(scalars), (shape[0], len(scalars)))
     no_seeds = jnp.zeros(shape[:1], jnp.uint32)  # nearest rounding draws no noise
 
-    def run(grad: jax.Array, state: AdamWeight) -> tuple[AdamWeight, Layouts]:
+    def run(grad: jax.Array, state: WeightState) -> tuple[WeightState, Layouts]:
         values, own = jax.tree.map(lambda x: x.reshape(shape), (grad, state))
-        source = Adam(values, own, numbers, *decays, dtype=dtype)
+        source = UpdatedWeight(values, own, numbers, dtype)
         found = quantize_in_layouts(spec, source, no_seeds, spec.rhs(save=True))
         new = jax.tree.map(lambda x: x.reshape(grad.shape), found.saved)
         return new, found._replace(saved=())
@@ -121,7 +182,7 @@ def _write(
 
 
 def _matrix_shape(weight: StepWeight, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of a weight as ``Adam`` takes it; None if a product transposes it."""
+    """The shape of a weight for ``UpdatedWeight``; None if it is transposed."""
     if weight.as_matrix is not None and len(shape) == 3:  # of gate and up
         return (1, *shape)
     contract, batch = weight.axes
