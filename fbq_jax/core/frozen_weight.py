@@ -190,7 +190,21 @@ class StepWeight(WeightCodes):
                 "quantize_weights_once with arguments of the types that the step "
                 "passes, and slice codes of stacked layers as their parameters"
             )
+        self._check_live(product)
         return self.codes
+
+    def _check_live(self, product: Any) -> None:
+        """Raises ValueError if the codes are seen to be of another weight."""
+        leaves = (product.rhs, *jax.tree.leaves(self.codes))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return  # its values are not known here
+        dims = product.dimension_numbers
+        fresh = quantize_step_weight(self.config, product.operand(), dims)
+        if differ(self.codes, fresh.codes):
+            raise ValueError(
+                f"layer {product.layer!r} has codes of another weight: make them of "
+                "these parameters with quantize_weights_once"
+            )
 
 
 def has_both(layer: str) -> ValueError:

@@ -6,6 +6,7 @@ from fbq_jax.fp8.optim import fp8_adamw as fp8_adamw
 from fbq_jax.fp8.optim import scale_by_fp8_adam as scale_by_fp8_adam
 from fbq_jax.fp8.optim import with_master_weights as with_master_weights
 from fbq_jax.optim.code_writer import CodeWriter as CodeWriter
+from fbq_jax.optim.code_writer import assert_live as assert_live
 from fbq_jax.optim.code_writer import with_codes as with_codes
 from fbq_jax.optim.fused import adamw as adamw
 from fbq_jax.optim.fused import sgd as sgd

@@ -13,7 +13,7 @@ import optax
 from flax import traverse_util
 from flax.core import meta
 
-from fbq_jax.core.frozen_weight import StepWeight
+from fbq_jax.core.frozen_weight import StepWeight, differ
 
 Path = tuple[str, ...]
 
@@ -77,6 +77,39 @@ def write_codes(codes: Mapping[str, Any], params: Any) -> dict[str, Any]:
         return weight.of(meta.unbox(weights[weight.parameter]))
 
     return jax.tree.map(write, dict(codes), is_leaf=_is_weight)
+
+
+def assert_live(params: Any, codes: Mapping[str, Any]) -> None:
+    """Raises if codes are not those of the parameters.
+
+    A step that changes a parameter without its codes, a checkpoint without codes and an
+    average of parameters leave codes of other weights, which layers would multiply by.
+    This quantizes all weights once: call it after the first steps, and after parameters
+    are restored or replaced.
+
+    Args:
+      params: the parameters of a Linen model.
+      codes: the codes, of ``quantize_weights_once`` or of a ``CodeWriter``.
+
+    Raises:
+      RuntimeError: codes are of other weights; the message names the parameters.
+    """
+    stale = jax.device_get(_find_stale(params, codes))
+    if names := [name for name, is_stale in stale.items() if is_stale]:
+        raise RuntimeError(
+            f"the codes of {', '.join(names)} are of other weights: make new ones with "
+            "quantize_weights_once, and change parameters only by the update of a "
+            "CodeWriter"
+        )
+
+
+@jax.jit
+def _find_stale(params: Any, codes: Any) -> dict[str, jax.Array]:
+    fresh = entries_of(write_codes(codes, params))
+    return {
+        "/".join(path): differ(old.codes, new.codes)
+        for (path, _, old), (_, _, new) in zip(entries_of(codes), fresh, strict=True)
+    }
 
 
 def entries_of(codes: Mapping[str, Any]) -> Iterator[tuple[Path, Path, StepWeight]]:

@@ -162,3 +162,16 @@ def test_sgd_is_optax():
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(close, run.params, want.params)
     run.check_codes()
+
+
+def test_codes_of_other_weights_are_errors():
+    """Where values are known, in the call; elsewhere by a check."""
+    run = Run(MODELS["layers"], optim.adamw(1e-4))
+    optim.assert_live(run.params, run.codes)
+    before = run.codes
+    run.train(1)
+    optim.assert_live(run.params, run.codes)
+    with pytest.raises(RuntimeError, match="Dense_0/kernel, GatedMLP_0/down/kernel"):
+        optim.assert_live(run.params, before)
+    with pytest.raises(ValueError, match="layer 'Dense_0' has codes of another weight"):
+        run.model.apply({"params": run.params, **run.state, **before}, X)
