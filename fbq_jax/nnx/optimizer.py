@@ -14,7 +14,6 @@ from fbq_jax.nnx.naming import dots_by_path
 from fbq_jax.nnx.step_codes import find_weights
 from fbq_jax.optim.code_writer import CodeWriter
 
-
 KERNEL = "kernel"
 
 
