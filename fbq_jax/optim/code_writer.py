@@ -42,15 +42,11 @@ class CodeWriter(NamedTuple):
     @staticmethod
     def differentiable(params: Any, codes: Mapping[str, Any]) -> Any:
         """The parameters, of which weights with codes have the products' dtype."""
-        dtypes = {path: weight.dtype for path, _, weight in entries_of(codes)}
-
-        def cast(path: Path, box: Any) -> Any:
-            dtype = dtypes.get(path)
-            return (
-                box if dtype is None else jax.tree.map(lambda x: x.astype(dtype), box)
-            )
-
-        return _map_paths(cast, params)
+        found, flat = weights_by_path(codes, params), flatten(params)
+        for path, ((_, weight), *_) in found.items():
+            dtype = weight.dtype
+            flat[path] = jax.tree.map(lambda x, to=dtype: x.astype(to), flat[path])
+        return traverse_util.unflatten_dict(flat)
 
 
 def with_codes(optimizer: optax.GradientTransformation) -> CodeWriter:
@@ -72,6 +68,7 @@ def with_codes(optimizer: optax.GradientTransformation) -> CodeWriter:
 def write_codes(codes: Mapping[str, Any], params: Any) -> dict[str, Any]:
     """The codes of other parameters, of the same layers."""
     weights = flatten(params)
+    weights_by_path(codes, params)  # checks that they belong together
 
     def write(weight: StepWeight) -> StepWeight:
         return weight.of(meta.unbox(weights[weight.parameter]))
@@ -107,27 +104,48 @@ def assert_live(params: Any, codes: Mapping[str, Any]) -> None:
 def _find_stale(params: Any, codes: Any) -> dict[str, jax.Array]:
     fresh = entries_of(write_codes(codes, params))
     return {
-        "/".join(path): differ(old.codes, new.codes)
-        for (path, _, old), (_, _, new) in zip(entries_of(codes), fresh, strict=True)
+        "/".join(map(str, old.parameter)): differ(old.codes, new.codes)
+        for (_, old), (_, new) in zip(entries_of(codes), fresh, strict=True)
     }
 
 
-def entries_of(codes: Mapping[str, Any]) -> Iterator[tuple[Path, Path, StepWeight]]:
-    """The paths of weights in parameters and of their codes, and the codes."""
+def weights_by_path(
+    codes: Mapping[str, Any], params: Any
+) -> dict[Path, list[tuple[Path, StepWeight]]]:
+    """The paths of codes and the codes of each parameter that has some.
+
+    Raises:
+      ValueError: there are no codes, or a parameter is missing.
+    """
+    found: dict[Path, list[tuple[Path, StepWeight]]] = {}
+    known = flatten(params)
+    for at, weight in entries_of(codes):
+        if weight.parameter not in known:
+            name = "/".join(map(str, weight.parameter))
+            raise ValueError(
+                f"there are codes of {name}, which the parameters lack: pass all "
+                "parameters of the model that quantize_weights_once was given"
+            )
+        found.setdefault(weight.parameter, []).append((at, weight))
+    if not found:
+        raise ValueError(
+            "there are no codes to write: pass the collection that "
+            "quantize_weights_once returns, and the one of the step before"
+        )
+    return found
+
+
+def entries_of(codes: Mapping[str, Any]) -> Iterator[tuple[Path, StepWeight]]:
+    """The paths of codes, and the codes."""
     leaves, _ = jax.tree.flatten_with_path(codes, is_leaf=_is_weight)
     for path, weight in leaves:
-        yield weight.parameter, tuple(key.key for key in path), weight
+        yield tuple(key.key for key in path), weight
 
 
 def flatten(params: Any) -> dict[Path, Any]:
     """Parameters by their paths; they may be boxed."""
     flat: dict[Path, Any] = traverse_util.flatten_dict(params)
     return flat
-
-
-def _map_paths(function: Callable[[Path, Any], Any], params: Any) -> Any:
-    flat = {path: function(path, x) for path, x in flatten(params).items()}
-    return traverse_util.unflatten_dict(flat)
 
 
 def _is_weight(x: Any) -> bool:

@@ -20,7 +20,7 @@ from fbq_jax.kernels.weight_update import (
     WeightState,
     update,
 )
-from fbq_jax.optim.code_writer import CodeWriter, Path, entries_of, flatten
+from fbq_jax.optim.code_writer import CodeWriter, Path, flatten, weights_by_path
 
 
 def adamw(
@@ -128,7 +128,7 @@ def _update_all(
       decays: whether each parameter decays.
     """
     no_decay = scalars._replace(decay=jnp.zeros((), jnp.float32))
-    found = {path: (at, weight) for path, at, weight in entries_of(codes)}
+    found = weights_by_path(codes, state.weight)
     new_codes = traverse_util.flatten_dict(dict(codes), is_leaf=_is_entry)
     trees = [None if tree is None else flatten(tree) for tree in state]
     after: list[dict[Path, Any]] = [{} for _ in trees]
@@ -137,11 +137,14 @@ def _update_all(
         boxes = [None if tree is None else tree[path] for tree in trees]
         own = WeightState(*map(meta.unbox, boxes))
         numbers = scalars if flags[path] else no_decay
-        at, weight = found.get(path, (None, None))
-        if weight is None:
+        first, *others = found.get(path, [None])
+        if first is None:
             new = update(meta.unbox(grad), own, numbers)
         else:
+            at, weight = first
             new, new_codes[at] = _write(weight, meta.unbox(grad), own, numbers)
+        for at, weight in others:  # of other products with the same weight
+            new_codes[at] = weight.of(new.weight)
         for tree, box, value in zip(after, boxes, new, strict=True):
             tree[path] = meta.replace_boxed(box, value)
     results = [

@@ -175,3 +175,68 @@ def test_codes_of_other_weights_are_errors():
         optim.assert_live(run.params, before)
     with pytest.raises(ValueError, match="layer 'Dense_0' has codes of another weight"):
         run.model.apply({"params": run.params, **run.state, **before}, X)
+
+
+class Boxed(nn.Module):
+    """A layer whose kernel has names of mesh axes."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(128, kernel_init=init, **BF16)(x)
+
+
+OPTIMIZERS = {
+    "several steps": optax.MultiSteps(optax.adamw(1e-3), 2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+    "frozen": optax.multi_transform(
+        {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()},
+        lambda params: jax.tree.map_with_path(
+            lambda path, _: "freeze" if path[0].key == "Dense_0" else "train", params
+        ),
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_transformations_of_optax(name):
+    optimizer = OPTIMIZERS[name]
+    want = Run(MODELS["layers"], optimizer, codes=False)
+    run = Run(MODELS["layers"], optim.with_codes(optimizer))
+    assert run.train(3) == want.train(3)
+    run.check_codes()
+
+
+@pytest.mark.parametrize("writer", [optim.with_codes(optax.sgd(0.1)), optim.adamw(0.1)])
+def test_boxed_parameters_stay_boxed(writer):
+    run = Run(Boxed(), writer)
+    run.train(2)
+    assert isinstance(run.params["Dense_0"]["kernel"], nn.Partitioned)
+    run.check_codes()
+
+
+@pytest.mark.exhaustive
+def test_mask_and_clipping():
+    decays = {"b2": 0.95, "weight_decay": 0.5}
+
+    def mask(params):
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    clipped = optax.chain(
+        optax.clip_by_global_norm(0.01), optax.adamw(1e-2, mask=mask, **decays)
+    )
+    want = Run(MODELS["layers"], clipped, codes=False)
+    writer = optim.adamw(1e-2, mask=mask, clip_norm=0.01, **decays)
+    run = Run(MODELS["layers"], writer)
+    assert run.train(1) == want.train(1)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, run.params, want.params)
+
+
+def test_codes_of_other_models_are_errors():
+    run = Run(Boxed(), optim.adamw(0.1))
+    with pytest.raises(ValueError, match="codes of Dense_0/kernel, which the param"):
+        optim.assert_live({}, run.codes)
+    with pytest.raises(ValueError, match="no codes to write"):
+        run.optimizer.update(run.params, run.opt_state, run.params, {})
