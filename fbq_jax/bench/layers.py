@@ -264,8 +264,14 @@ def with_codes(depth: int, name: str, implementation: str | None) -> Stack:
     recipe = recipes.NAMED[name]
     backend = matmuls.forward_choice(recipe, implementation).backend
     dot = FallbackDot(recipe, implementation=implementation)
-    options = {"recipe": recipe, "keeps_codes": True, "dot_general": dot}
-    return linen_stack(f"{name}, codes kept", backend, depth, **options)
+    return linen_stack(
+        f"{name}, codes kept",
+        backend,
+        depth,
+        recipe=recipe,
+        keeps_codes=True,
+        dot_general=dot,
+    )
 
 
 def flax_fp8(depth: int) -> Stack:

@@ -162,7 +162,8 @@ class StepWeight(WeightCodes):
             operand = weight.astype(self.dtype)
             if self.as_matrix is not None:
                 operand = self.as_matrix(operand)
-            dims = tuple((axes, axes) for axes in self.axes)
+            contract, batch = self.axes
+            dims = (contract, contract), (batch, batch)
             return quantize_step_weight(self.config, operand, dims).codes
 
         stacked = jax.tree.leaves(self.codes)[0].ndim - 3

@@ -93,7 +93,8 @@ class CodeOptimizer(nnx.Module):
         self.opt_state.set_value(opt_state)
         dots = dots_by_path(model)
         for path, weight in codes.items():
-            dots[path].step_codes.set_value(weight)
+            kept: Any = dots[path].step_codes
+            kept.set_value(weight)
 
 
 def _codes_of(model: nnx.Module) -> dict[str, Any]:

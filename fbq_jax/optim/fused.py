@@ -137,17 +137,17 @@ def _update_all(
         boxes = [None if tree is None else tree[path] for tree in trees]
         own = WeightState(*map(meta.unbox, boxes))
         numbers = scalars if flags[path] else no_decay
-        first, *others = found.get(path, [None])
-        if first is None:
+        weights = found.get(path, [])
+        if not weights:
             new = update(meta.unbox(grad), own, numbers)
-        else:
-            at, weight = first
-            new, new_codes[at] = _write(weight, meta.unbox(grad), own, numbers)
-        for at, weight in others:  # of other products with the same weight
-            new_codes[at] = weight.of(new.weight)
+        for i, (at, weight) in enumerate(weights):
+            if i == 0:
+                new, new_codes[at] = _write(weight, meta.unbox(grad), own, numbers)
+            else:  # another product with the same weight
+                new_codes[at] = weight.of(new.weight)
         for tree, box, value in zip(after, boxes, new, strict=True):
             tree[path] = meta.replace_boxed(box, value)
-    results = [
+    results: Any = [
         None if old is None else traverse_util.unflatten_dict(tree)
         for old, tree in zip(state, after, strict=True)
     ]

@@ -231,7 +231,7 @@ def _quantize_blocks(
         main = dataclasses.replace(main, residual=residual)
     transposed = colwise_operand(found, shape, colwise)
     if isinstance(source, UpdatedWeight):
-        new = [
+        new: Any = [
             None if old is None else found[f"new_{name}"]
             for name, old in source.state._asdict().items()
         ]
