@@ -203,8 +203,8 @@ class StepWeight(WeightCodes):
         fresh = quantize_step_weight(self.config, product.operand(), dims)
         if differ(self.codes, fresh.codes):
             raise ValueError(
-                f"layer {product.layer!r} has codes of another weight: make them of "
-                "these parameters with quantize_weights_once"
+                f"layer {product.layer!r} has codes of another weight: make codes of "
+                "these parameters with write_codes (fbq_jax.optim, fbq_jax.nnx)"
             )
 
 

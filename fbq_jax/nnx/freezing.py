@@ -112,6 +112,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
                 "the rules"
             )
         weight.dot.weight = nnx.data(FrozenCodes(weights[path]))
+        weight.dot.step_codes = nnx.static(None)  # of a weight that it loses
         weight.dot.axes = making.made[path][0]
         value = getattr(weight.layer, weight.name)
         if weight.parameter not in read and isinstance(value, nnx.Param):

@@ -80,14 +80,15 @@ def quantize_weights_once(
     None
     """
     dots, weights = find_weights(model, args, kwargs, stacklevel=4)
+    before = {path: dots[path].step_codes for path in weights}
     for path, weight in weights.items():
         dots[path].step_codes = nnx.data(StepCodes(weight))
     try:
         with in_step(True):
             yield
     finally:
-        for path in weights:
-            dots[path].step_codes = nnx.static(None)
+        for path, codes in before.items():
+            dots[path].step_codes = nnx.static(None) if codes is None else codes
 
 
 def find_weights(

@@ -5,12 +5,11 @@ makes before the first step, and which the optimizer writes when it changes the 
 The step neither casts nor quantizes a weight.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import optax
-from flax import traverse_util
 from flax.core import meta
 
 from fbq_jax.core.frozen_weight import StepWeight, differ
@@ -30,23 +29,26 @@ class CodeWriter(NamedTuple):
         grads, state = jax.grad(loss, has_aux=True)(weights, {**state, **codes}, batch)
         params, opt_state, codes = writer.update(grads, opt_state, params, codes)
 
+    A loss that reads weights itself, as to penalize them, takes the gradient with
+    respect to ``params``.  The parameters may be some of the model's, such as the
+    adapters of LoRA: codes of the others stay as they are.
+
     Attributes:
       init: makes the state of the optimizer from the parameters.
-      update: maps gradients, state, parameters and codes to the new state, parameters
+      update: maps gradients, state, parameters and codes to the new parameters, state
         and codes.
     """
 
     init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]
+    update: Callable[..., tuple[Any, Any, Any]]
 
     @staticmethod
     def differentiable(params: Any, codes: Mapping[str, Any]) -> Any:
         """The parameters, of which weights with codes have the products' dtype."""
-        found, flat = weights_by_path(codes, params), flatten(params)
-        for path, ((_, weight), *_) in found.items():
-            dtype = weight.dtype
-            flat[path] = jax.tree.map(lambda x, to=dtype: x.astype(to), flat[path])
-        return traverse_util.unflatten_dict(flat)
+        found = weights_by_path(codes, params)
+        dtypes = {path: weights[0][1].dtype for path, weights in found.items()}
+        flat = flatten(params).items()
+        return unflatten(params, [x.astype(dtypes.get(p, x.dtype)) for p, x in flat])
 
 
 def with_codes(optimizer: optax.GradientTransformation) -> CodeWriter:
@@ -56,22 +58,38 @@ def with_codes(optimizer: optax.GradientTransformation) -> CodeWriter:
       optimizer: any transformation, such as ``optax.chain`` of several.
     """
 
-    def update(grads: Any, state: Any, params: Any, codes: Any) -> tuple[Any, Any, Any]:
+    def update(
+        grads: Any, state: Any, params: Any, codes: Any = None
+    ) -> tuple[Any, Any, Any]:
+        found = weights_by_path(codes, params)
         wide = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, state = optimizer.update(wide, state, params)
         params = optax.apply_updates(params, updates)
-        return params, state, write_codes(codes, params)
+        return params, state, _write(codes, found, params)
 
     return CodeWriter(optimizer.init, update)
 
 
 def write_codes(codes: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """The codes of other parameters, of the same layers."""
+    """The codes of other parameters, such as a checkpoint's or a moving average.
+
+    Args:
+      codes: codes of the same layers, whose values do not matter.
+      params: all parameters of the Linen model.
+
+    Raises:
+      ValueError: there are no codes, or a parameter is missing.
+    """
+    return _write(codes, weights_by_path(codes, params, all_params=True), params)
+
+
+def _write(codes: Any, found: Mapping[Path, Any], params: Any) -> dict[str, Any]:
+    """The codes, of which those that were found are of these parameters."""
     weights = flatten(params)
-    weights_by_path(codes, params)  # checks that they belong together
 
     def write(weight: StepWeight) -> StepWeight:
-        return weight.of(meta.unbox(weights[weight.parameter]))
+        path = weight.parameter
+        return weight.of(weights[path]) if path in found else weight
 
     return jax.tree.map(write, dict(codes), is_leaf=_is_weight)
 
@@ -85,67 +103,90 @@ def assert_live(params: Any, codes: Mapping[str, Any]) -> None:
     are restored or replaced.
 
     Args:
-      params: the parameters of a Linen model.
+      params: all parameters of a Linen model.
       codes: the codes, of ``quantize_weights_once`` or of a ``CodeWriter``.
 
     Raises:
       RuntimeError: codes are of other weights; the message names the parameters.
+      ValueError: there are no codes, or a parameter is missing.
     """
     stale = jax.device_get(_find_stale(params, codes))
     if names := [name for name, is_stale in stale.items() if is_stale]:
         raise RuntimeError(
             f"the codes of {', '.join(names)} are of other weights: make new ones with "
-            "quantize_weights_once, and change parameters only by the update of a "
-            "CodeWriter"
+            "write_codes (fbq_jax.optim, fbq_jax.nnx), and change weights only by an "
+            "optimizer that writes codes"
         )
 
 
 @jax.jit
 def _find_stale(params: Any, codes: Any) -> dict[str, jax.Array]:
-    fresh = entries_of(write_codes(codes, params))
-    return {
-        "/".join(map(str, old.parameter)): differ(old.codes, new.codes)
-        for (_, old), (_, new) in zip(entries_of(codes), fresh, strict=True)
-    }
+    fresh, stale = entries_of(write_codes(codes, params)), {}
+    for (_, old), (_, new) in zip(entries_of(codes), fresh, strict=True):
+        name = "/".join(map(str, old.parameter))
+        stale[name] = stale.get(name, False) | differ(old.codes, new.codes)
+    return stale
 
 
 def weights_by_path(
-    codes: Mapping[str, Any], params: Any
+    codes: Mapping[str, Any] | None, params: Any, *, all_params: bool = False
 ) -> dict[Path, list[tuple[Path, StepWeight]]]:
     """The paths of codes and the codes of each parameter that has some.
 
+    Args:
+      codes: the codes.
+      params: the parameters that are looked for.
+      all_params: whether a parameter that is missing is an error, too.
+
     Raises:
-      ValueError: there are no codes, or a parameter is missing.
+      TypeError: the codes are missing.
+      ValueError: there are no codes, or the parameters have none of them.
     """
-    found: dict[Path, list[tuple[Path, StepWeight]]] = {}
-    known = flatten(params)
+    if codes is None:
+        raise TypeError(
+            "the update of a CodeWriter takes codes: update(grads, opt_state, params, "
+            "codes). Transformations of optax, such as chain and MultiSteps, go into "
+            "with_codes, and do not take a CodeWriter"
+        )
+    every: dict[Path, list[tuple[Path, StepWeight]]] = {}
     for at, weight in entries_of(codes):
-        if weight.parameter not in known:
-            name = "/".join(map(str, weight.parameter))
-            raise ValueError(
-                f"there are codes of {name}, which the parameters lack: pass all "
-                "parameters of the model that quantize_weights_once was given"
-            )
-        found.setdefault(weight.parameter, []).append((at, weight))
-    if not found:
+        every.setdefault(weight.parameter, []).append((at, weight))
+    if not every:
         raise ValueError(
             "there are no codes to write: pass the collection that "
             "quantize_weights_once returns, and the one of the step before"
+        )
+    known = flatten(params)
+    found = {path: weights for path, weights in every.items() if path in known}
+    if not found or (all_params and len(found) < len(every)):
+        names = ["/".join(map(str, path)) for path in every if path not in known]
+        raise ValueError(
+            f"there are codes of {', '.join(names)}, which the parameters lack: pass "
+            "the parameters of the model that quantize_weights_once was given"
         )
     return found
 
 
 def entries_of(codes: Mapping[str, Any]) -> Iterator[tuple[Path, StepWeight]]:
     """The paths of codes, and the codes."""
-    leaves, _ = jax.tree.flatten_with_path(codes, is_leaf=_is_weight)
-    for path, weight in leaves:
-        yield tuple(key.key for key in path), weight
+    for path, weight in jax.tree.leaves_with_path(codes, is_leaf=_is_weight):
+        yield _names(path), weight
 
 
 def flatten(params: Any) -> dict[Path, Any]:
-    """Parameters by their paths; they may be boxed."""
-    flat: dict[Path, Any] = traverse_util.flatten_dict(params)
-    return flat
+    """Parameters without boxes, by their paths."""
+    leaves = jax.tree.leaves_with_path(meta.unbox(params))
+    return {_names(path): x for path, x in leaves}
+
+
+def unflatten(like: Any, values: Iterable[Any]) -> Any:
+    """Parameters with the structure and the boxes of others, from ``flatten``."""
+    plain = jax.tree.unflatten(jax.tree.structure(meta.unbox(like)), values)
+    return meta.replace_boxed(like, plain)
+
+
+def _names(path: Any) -> Path:
+    return tuple(getattr(key, "key", key) for key in path)
 
 
 def _is_weight(x: Any) -> bool:

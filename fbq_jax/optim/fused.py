@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import traverse_util
-from flax.core import meta
 
 from fbq_jax.core.frozen_weight import StepWeight
 from fbq_jax.core.gemms import Spec, quantize_in_layouts
@@ -20,7 +19,13 @@ from fbq_jax.kernels.weight_update import (
     WeightState,
     update,
 )
-from fbq_jax.optim.code_writer import CodeWriter, Path, flatten, weights_by_path
+from fbq_jax.optim.code_writer import (
+    CodeWriter,
+    Path,
+    flatten,
+    unflatten,
+    weights_by_path,
+)
 
 
 def adamw(
@@ -56,7 +61,7 @@ def adamw(
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, twin)
 
     def step(
-        grads: Any, state: optax.ScaleByAdamState, params: Any, codes: Any
+        grads: Any, state: optax.ScaleByAdamState, params: Any, codes: Any = None
     ) -> tuple[Any, Any, Any]:
         count = optax.safe_increment(state.count)
         t = count.astype(jnp.float32)
@@ -89,7 +94,7 @@ def sgd(
         return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def step(
-        grads: Any, state: optax.ScaleByScheduleState, params: Any, codes: Any
+        grads: Any, state: optax.ScaleByScheduleState, params: Any, codes: Any = None
     ) -> tuple[Any, Any, Any]:
         factor = _clip_factor(grads, clip_norm)
         scalars = _scalars(learning_rate, state.count, 0.0, factor)
@@ -131,25 +136,24 @@ def _update_all(
     found = weights_by_path(codes, state.weight)
     new_codes = traverse_util.flatten_dict(dict(codes), is_leaf=_is_entry)
     trees = [None if tree is None else flatten(tree) for tree in state]
-    after: list[dict[Path, Any]] = [{} for _ in trees]
-    flags = flatten(decays)
-    for path, grad in flatten(grads).items():
-        boxes = [None if tree is None else tree[path] for tree in trees]
-        own = WeightState(*map(meta.unbox, boxes))
-        numbers = scalars if flags[path] else no_decay
+    grads, paths = flatten(grads), [*flatten(state.weight)]
+    for path, decays_too in zip(paths, jax.tree.leaves(decays), strict=True):
+        own = WeightState(*(None if tree is None else tree[path] for tree in trees))
+        numbers = scalars if decays_too else no_decay
         weights = found.get(path, [])
         if not weights:
-            new = update(meta.unbox(grad), own, numbers)
+            new = update(grads[path], own, numbers)
         for i, (at, weight) in enumerate(weights):
             if i == 0:
-                new, new_codes[at] = _write(weight, meta.unbox(grad), own, numbers)
+                new, new_codes[at] = _write(weight, grads[path], own, numbers)
             else:  # another product with the same weight
                 new_codes[at] = weight.of(new.weight)
-        for tree, box, value in zip(after, boxes, new, strict=True):
-            tree[path] = meta.replace_boxed(box, value)
+        for tree, value in zip(trees, new, strict=True):
+            if tree is not None:
+                tree[path] = value
     results: Any = [
-        None if old is None else traverse_util.unflatten_dict(tree)
-        for old, tree in zip(state, after, strict=True)
+        None if tree is None else unflatten(old, tree.values())
+        for old, tree in zip(state, trees, strict=True)
     ]
     return WeightState(*results), traverse_util.unflatten_dict(new_codes)
 
@@ -206,10 +210,12 @@ def _is_entry(_: Path, value: Any) -> bool:
 
 
 def _mask_of(mask: Any, params: Any) -> Any:
-    """Whether each parameter decays."""
+    """Whether each parameter decays; as in optax, a flag may be for several."""
     if mask is None:
-        return jax.tree.map(lambda _: True, params)
-    return mask(params) if callable(mask) else mask
+        mask = True
+    elif callable(mask):
+        mask = mask(params)
+    return jax.tree.map(lambda x, under: jax.tree.map(lambda _: x, under), mask, params)
 
 
 def _clip_factor(grads: Any, clip_norm: float | None) -> jax.Array:

@@ -17,19 +17,11 @@ from fbq_jax import (
     Routing,
     fallback_dot,
     optim,
-    quantize_weights_once,
     recipes,
+    save_codes,
 )
+from tests.fbq_jax.optim.tools import BF16, Run, X
 from tests.marks import with_first_fast
-
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-BF16 = {"dtype": jnp.bfloat16, "dot_general": fallback_dot}
-
-
-@pytest.fixture
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-        yield
 
 
 class Layers(nn.Module):
@@ -49,7 +41,7 @@ class Layers(nn.Module):
 
 
 class Stack(nn.Module):
-    """Equal layers in a loop."""
+    """Equal layers in a loop, whose backward pass computes them again."""
 
     @nn.compact
     def __call__(self, x):
@@ -59,7 +51,8 @@ class Stack(nn.Module):
             split_rngs={"params": True},
             length=3,
         )
-        return loop(NormDense(128, **BF16), x, None)[0]
+        layer = nn.remat(NormDense, policy=save_codes, prevent_cse=False)
+        return loop(layer(128, **BF16), x, None)[0]
 
 
 class Experts(nn.Module):
@@ -68,6 +61,7 @@ class Experts(nn.Module):
         return MoEMLP(Routing(4, 2), 128, **BF16)(x)
 
 
+LAYERS = ("Dense_0", "GatedMLP_0", "DenseGeneral_0", "DenseGeneral_1")
 MODELS = {
     "layers": Layers(),
     "row blocks": Layers(FallbackDot(recipes.row_block_lhs)),
@@ -75,56 +69,6 @@ MODELS = {
     "scanned": Stack(),
     "experts": Experts(),
 }
-X = jax.random.normal(jax.random.key(0), (256, 128)).astype(jnp.bfloat16)
-
-
-class Run:
-    """A model in training, with or without codes."""
-
-    def __init__(self, model, optimizer, codes=True):
-        variables = jax.jit(model.init)(jax.random.key(1), X)
-        self.model, self.optimizer = model, optimizer
-        self.params, self.state = variables.pop("params"), dict(variables)
-        self.opt_state = jax.jit(optimizer.init)(self.params)
-        self.codes = {}
-        if codes:
-            make = jax.jit(lambda v: quantize_weights_once(model, v, X))
-            self.codes = make({"params": self.params, **self.state})
-        self.step = jax.jit(self._step)
-
-    def loss(self, params, state, x):
-        variables = {"params": params, **state}
-        y, state = self.model.apply(variables, x, mutable=["fallback"])
-        return jnp.mean(jnp.square(y.astype(jnp.float32))), state
-
-    def _step(self, params, opt_state, state, codes, x):
-        grad = jax.value_and_grad(self.loss, has_aux=True)
-        if not codes:
-            (loss, state), grads = grad(params, state, x)
-            updates, opt_state = self.optimizer.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            return loss, (params, opt_state, state, codes)
-        weights = self.optimizer.differentiable(params, codes)
-        (loss, state), grads = grad(weights, {**state, **codes}, x)
-        new = self.optimizer.update(grads, opt_state, params, codes)
-        return loss, (*new[:2], state, new[2])
-
-    def train(self, steps):
-        """The losses of some steps."""
-        losses = []
-        for _ in range(steps):
-            loss, new = self.step(
-                self.params, self.opt_state, self.state, self.codes, X
-            )
-            self.params, self.opt_state, self.state, self.codes = new
-            losses.append(float(loss))
-        return losses
-
-    def check_codes(self):
-        """The codes are those of the parameters."""
-        variables = {"params": self.params, **self.state}
-        want = quantize_weights_once(self.model, variables, X)
-        jax.tree.map(np.testing.assert_array_equal, self.codes, want)
 
 
 @pytest.mark.parametrize("name", with_first_fast(MODELS))
@@ -216,19 +160,25 @@ def test_boxed_parameters_stay_boxed(writer):
     run.check_codes()
 
 
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
 @pytest.mark.exhaustive
-def test_mask_and_clipping():
-    decays = {"b2": 0.95, "weight_decay": 0.5}
-
-    def mask(params):
-        return jax.tree.map(lambda p: p.ndim > 1, params)
-
-    clipped = optax.chain(
-        optax.clip_by_global_norm(0.01), optax.adamw(1e-2, mask=mask, **decays)
-    )
-    want = Run(MODELS["layers"], clipped, codes=False)
-    writer = optim.adamw(1e-2, mask=mask, clip_norm=0.01, **decays)
-    run = Run(MODELS["layers"], writer)
+@pytest.mark.parametrize(
+    ("model", "mask"),
+    [
+        (MODELS["layers"], is_matrix),
+        (MODELS["layers"], dict.fromkeys(LAYERS, False) | {"GatedMLP_0": True}),
+        (Boxed(), lambda params: jax.tree.map(lambda _: False, params)),
+    ],
+    ids=["function", "flags of layers", "boxes"],
+)
+def test_mask_and_clipping(model, mask):
+    options = {"b2": 0.95, "weight_decay": 5.0, "mask": mask}
+    clipped = optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2, **options))
+    want = Run(model, clipped, codes=False)
+    run = Run(model, optim.adamw(1e-2, clip_norm=0.01, **options))
     assert run.train(1) == want.train(1)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, run.params, want.params)

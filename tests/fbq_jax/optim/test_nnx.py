@@ -9,14 +9,7 @@ from flax import nnx
 
 import fbq_jax
 from fbq_jax import optim
-
-X = jax.random.normal(jax.random.key(0), (256, 128)).astype(jnp.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
-        yield
+from tests.fbq_jax.optim.tools import X
 
 
 class Layers(nnx.Module):
