@@ -165,27 +165,45 @@ def _write(
     scalars: UpdateScalars,
 ) -> tuple[WeightState, StepWeight]:
     """A weight after a step, and its codes."""
+
+    def run_apart(*operands: Any) -> tuple[WeightState, Layouts]:
+        new = update(*operands)
+        return new, weight.of(new.weight).codes
+
     stacked = _stacked(weight)
     shape = _matrix_shape(weight, grad.shape[stacked:])
-    if shape is None:
-        new = update(grad, state, scalars)
-        return new, weight.of(new.weight)
+    run = run_apart if shape is None else _in_one_pass(weight, shape, stacked)
+    operands = grad, state, scalars
+    if axes := jax.typeof(grad).sharding.mesh.explicit_axes:
+        # Sharding types cannot express blocks.
+        shapes = jax.eval_shape(run_apart, *operands)
+        shardings = jax.tree.map(lambda x: x.sharding, shapes)
+        run = jax.sharding.auto_axes(run, axes=axes, out_sharding=shardings)
+    new, codes = run(*operands)
+    return new, replace(weight, codes=codes)
+
+
+def _in_one_pass(
+    weight: StepWeight, shape: tuple[int, ...], stacked: int
+) -> Callable[..., tuple[WeightState, Layouts]]:
+    """Updates and quantizes a weight, whose matrices in a layer have this shape."""
     config, dtype = weight.config, weight.dtype
     spec = Spec(config.recipe, dtype, dtype, dtype, config.implementation)
-    numbers = jnp.broadcast_to(jnp.stack(scalars), (shape[0], len(scalars)))
-    no_seeds = jnp.zeros(shape[:1], jnp.uint32)  # nearest rounding draws no noise
 
-    def run(grad: jax.Array, state: WeightState) -> tuple[WeightState, Layouts]:
+    def run(
+        grad: jax.Array, state: WeightState, scalars: UpdateScalars
+    ) -> tuple[WeightState, Layouts]:
         values, own = jax.tree.map(lambda x: x.reshape(shape), (grad, state))
+        numbers = jnp.broadcast_to(jnp.stack(scalars), (shape[0], len(scalars)))
         source = UpdatedWeight(values, own, numbers, dtype)
+        no_seeds = jnp.zeros(shape[:1], jnp.uint32)  # nearest rounding draws no noise
         found = quantize_in_layouts(spec, source, no_seeds, spec.rhs(save=True))
         new = jax.tree.map(lambda x: x.reshape(grad.shape), found.saved)
         return new, found._replace(saved=())
 
     for _ in range(stacked):
-        run = jax.vmap(run)
-    new, codes = run(grad, state)
-    return new, replace(weight, codes=codes)
+        run = jax.vmap(run, in_axes=(0, 0, None))
+    return run
 
 
 def _matrix_shape(weight: StepWeight, shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -1,5 +1,7 @@
 """Optimizers that write the codes of NNX layers."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,19 +11,22 @@ from flax import nnx
 
 import fbq_jax
 from fbq_jax import optim
+from fbq_jax.nnx import CodeOptimizer
 from tests.fbq_jax.optim.tools import X
+from tests.marks import with_first_fast
+
+WRITERS = {"optax": optim.with_codes(optax.adamw(1e-3)), "fused": optim.adamw(1e-3)}
+
+
+def linear(size, features, rngs):
+    dot = fbq_jax.nnx.FallbackDot(rngs=rngs)
+    return nnx.Linear(size, features, dtype=jnp.bfloat16, rngs=rngs, dot_general=dot)
 
 
 class Layers(nnx.Module):
     def __init__(self, rngs):
-        def layer(size, features):
-            dot = fbq_jax.nnx.FallbackDot(rngs=rngs)
-            return nnx.Linear(
-                size, features, dtype=jnp.bfloat16, rngs=rngs, dot_general=dot
-            )
-
-        self.layers = nnx.List([layer(128, 256), layer(256, 256)])
-        self.out = layer(256, 128)
+        self.layers = nnx.List([linear(128, 256, rngs), linear(256, 256, rngs)])
+        self.out = linear(256, 128, rngs)
 
     def __call__(self, x):
         for layer in self.layers:
@@ -29,43 +34,125 @@ class Layers(nnx.Module):
         return self.out(x)
 
 
+class Tied(nnx.Module):
+    """Two layers with one kernel."""
+
+    def __init__(self, rngs):
+        self.first, self.second = linear(128, 128, rngs), linear(128, 128, rngs)
+        self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.second(nnx.gelu(self.first(x)))
+
+
+class Stack(nnx.Module):
+    """Equal layers in a loop."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: linear(128, 128, rngs))
+        self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(
+            lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
+        )
+        return run(self.layers, x)
+
+
+class Adapted(nnx.Module):
+    """A layer with the adapter of LoRA, and a head."""
+
+    def __init__(self, rngs):
+        base, self.head = linear(128, 128, rngs), linear(128, 128, rngs)
+        size = {"lora_rank": 8, "base_module": base, "dtype": jnp.bfloat16}
+        self.lora = nnx.LoRA(128, out_features=128, rngs=rngs, **size)
+
+    def __call__(self, x):
+        return self.head(self.lora(x))
+
+
 def loss_of(model, x):
     return jnp.mean(jnp.square(model(x).astype(jnp.float32)))
 
 
-def losses_without_codes(optimizer, steps):
-    model = Layers(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+def train(model, optimizer, wrt=nnx.Param):
+    """The losses of three steps."""
 
     @nnx.jit
     def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(loss_of)(model, x)
+        context = contextlib.nullcontext()
+        if isinstance(optimizer, CodeOptimizer):
+            context = optimizer.differentiable(model)
+        with context:
+            argnums = nnx.DiffState(0, wrt)
+            loss, grads = nnx.value_and_grad(loss_of, argnums=argnums)(model, x)
         optimizer.update(model, grads)
         return loss
 
-    return [float(step(model, optimizer, X)) for _ in range(steps)]
+    return [float(step(model, optimizer, X)) for _ in range(3)]
 
 
-@pytest.mark.parametrize(
-    "writer", [optim.with_codes(optax.adamw(1e-3)), optim.adamw(1e-3)]
-)
-def test_losses_are_those_without_codes(writer):
+@pytest.mark.parametrize("kind", with_first_fast([Layers, Tied, Stack, Adapted]))
+@pytest.mark.parametrize("name", with_first_fast(WRITERS))
+def test_losses_are_those_without_codes(kind, name):
+    plain, model = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
+    want = train(plain, nnx.Optimizer(plain, optax.adamw(1e-3), wrt=nnx.Param))
+    losses = train(model, CodeOptimizer(model, WRITERS[name], X))
+    rtol = 0.0 if name == "optax" else 1e-3
+    np.testing.assert_allclose(losses, want, rtol=rtol)
+    dtypes = {x.dtype for x in jax.tree.leaves(nnx.state(model, nnx.Param))}
+    assert dtypes == {jnp.dtype("float32")}
+    fbq_jax.nnx.assert_live(model)
+
+
+def is_adapter(path, value):
+    in_head = "head" in path and isinstance(value, nnx.Param)
+    return in_head or isinstance(value, nnx.LoRAParam)
+
+
+@pytest.mark.parametrize("wrt", with_first_fast([nnx.LoRAParam, is_adapter]))
+def test_the_base_of_lora(wrt):
+    """Its codes are made once; the adapters, and a head, train."""
+    plain, model = Adapted(nnx.Rngs(0)), Adapted(nnx.Rngs(0))
+    want = train(plain, nnx.Optimizer(plain, optax.adamw(1e-3), wrt=wrt), wrt)
+    if wrt is nnx.LoRAParam:  # in float
+        with pytest.raises(ValueError, match="which the parameters lack"):
+            CodeOptimizer(model, WRITERS["fused"], X, wrt=wrt)
+        fbq_jax.nnx.write_codes(model, X)
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=wrt)
+    else:
+        optimizer = CodeOptimizer(model, WRITERS["optax"], X, wrt=wrt)
+    codes = model.lora.base_module.dot_general.step_codes.get_value()
+    assert train(model, optimizer, wrt) == want
+    after = model.lora.base_module.dot_general.step_codes.get_value()
+    jax.tree.map(np.testing.assert_array_equal, after, codes)
+    fbq_jax.nnx.assert_live(model)
+
+
+def test_codes_of_other_weights_are_errors():
     model = Layers(nnx.Rngs(0))
-    optimizer = fbq_jax.nnx.CodeOptimizer(model, writer, X)
+    with pytest.raises(ValueError, match="no codes to write"):
+        fbq_jax.nnx.assert_live(model)
+    fbq_jax.nnx.write_codes(model, X)
+    halves = jax.tree.map(lambda x: x / 2, nnx.state(model, nnx.Param))
+    average = nnx.clone(model)
+    nnx.update(average, halves)
+    with pytest.raises(ValueError, match="has codes of another weight: make codes of"):
+        average(X)
+    with pytest.raises(RuntimeError, match="layers/0/kernel, layers/1/kernel, out/ker"):
+        fbq_jax.nnx.assert_live(average)
+    fbq_jax.nnx.write_codes(average, X)
+    fbq_jax.nnx.assert_live(average)
+    plain = Layers(nnx.Rngs(0))
+    nnx.update(plain, halves)
+    np.testing.assert_array_equal(average(X), plain(X))
 
-    @nnx.jit
-    def step(model, optimizer, x):
-        with optimizer.differentiable(model):
-            loss, grads = nnx.value_and_grad(loss_of)(model, x)
-        optimizer.update(model, grads)
-        return loss
 
-    losses = [float(step(model, optimizer, X)) for _ in range(3)]
-    np.testing.assert_allclose(
-        losses, losses_without_codes(optax.adamw(1e-3), 3), rtol=1e-3
-    )
-    assert model.out.kernel[...].dtype == jnp.float32
-    weight = model.out.dot_general.step_codes.get_value()
-    jax.tree.map(
-        np.testing.assert_array_equal, weight, weight.of(model.out.kernel[...])
-    )
+def test_codes_stay_after_a_context_and_leave_frozen_models():
+    model = Layers(nnx.Rngs(0))
+    fbq_jax.nnx.write_codes(model, X)
+    with fbq_jax.nnx.quantize_weights_once(model, X):
+        model(X)
+    fbq_jax.nnx.assert_live(model)
+    frozen = fbq_jax.nnx.freeze(model, X)
+    assert not jax.tree.leaves(nnx.state(frozen, fbq_jax.nnx.StepCodes))
