@@ -121,7 +121,8 @@ def assert_live(params: Any, codes: Mapping[str, Any]) -> None:
 
 @jax.jit
 def _find_stale(params: Any, codes: Any) -> dict[str, jax.Array]:
-    fresh, stale = entries_of(write_codes(codes, params)), {}
+    stale: dict[str, Any] = {}
+    fresh = entries_of(write_codes(codes, params))
     for (_, old), (_, new) in zip(entries_of(codes), fresh, strict=True):
         name = "/".join(map(str, old.parameter))
         stale[name] = stale.get(name, False) | differ(old.codes, new.codes)

@@ -138,7 +138,8 @@ def _update_all(
     trees = [None if tree is None else flatten(tree) for tree in state]
     grads, paths = flatten(grads), [*flatten(state.weight)]
     for path, decays_too in zip(paths, jax.tree.leaves(decays), strict=True):
-        own = WeightState(*(None if tree is None else tree[path] for tree in trees))
+        leaves: Any = (None if tree is None else tree[path] for tree in trees)
+        own = WeightState(*leaves)
         numbers = scalars if decays_too else no_decay
         weights = found.get(path, [])
         if not weights:

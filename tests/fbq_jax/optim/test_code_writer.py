@@ -131,6 +131,8 @@ class Boxed(nn.Module):
 
 
 OPTIMIZERS = {
+    "FP8 moments": optim.fp8_adamw(1e-3, rounding="stochastic"),
+    "FP8 moments, float16 copy": optim.fp8_adamw(1e-3, master_dtype=jnp.float16),
     "several steps": optax.MultiSteps(optax.adamw(1e-3), 2),
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
     "frozen": optax.multi_transform(
@@ -142,8 +144,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", with_first_fast(OPTIMIZERS))
 def test_transformations_of_optax(name):
     optimizer = OPTIMIZERS[name]
     want = Run(MODELS["layers"], optimizer, codes=False)
