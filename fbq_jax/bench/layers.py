@@ -259,13 +259,18 @@ def bf16(depth: int) -> Stack:
     return linen_stack("bf16", "xla", depth)
 
 
+def name_with_codes(name: str) -> str:
+    """The name of a row of a recipe whose optimizer writes codes."""
+    return f"{name}, codes kept"
+
+
 def with_codes(depth: int, name: str, implementation: str | None) -> Stack:
     """The stack of ``nn.Dense`` by a named recipe whose optimizer writes codes."""
     recipe = recipes.NAMED[name]
     backend = matmuls.forward_choice(recipe, implementation).backend
     dot = FallbackDot(recipe, implementation=implementation)
     return linen_stack(
-        f"{name}, codes kept",
+        name_with_codes(name),
         backend,
         depth,
         recipe=recipe,
