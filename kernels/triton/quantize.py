@@ -45,6 +45,8 @@ HELD_VALUES = 2**14
 # The rows of a part of the block of a norm or a gate, the fastest on an H200.
 PART_ROWS = 32
 _TRITON_DTYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
+# Programs that leave warps idle, as in decoding: more warps each end sooner.
+FEW_PROGRAMS = 128
 # The most rows of the block of a gate's gradient: registers hold its factors, too.
 MOST_GRAD_ROWS = 128
 
@@ -316,6 +318,10 @@ def _schedule(source: Source, config: Config) -> tuple[Config, int]:
         return config, max(1, size // (2**12 if itemsize == 2 else 2**11))
     if size > HELD_VALUES:
         return config._replace(held=False, parts=size // 2**13), 8
+    batch, rows, columns = source.shape
+    blocks = batch * triton.cdiv(rows, config.r) * triton.cdiv(columns, config.c)
+    if blocks <= FEW_PROGRAMS:
+        return config, min(8, max(1, size // 2**9))
     many_registers = (config.row_sums and config.column_sums) or (
         "stochastic" in (config.rowwise, config.colwise)
         and (config.criterion is not None or itemsize == 4)
