@@ -305,7 +305,8 @@ def _schedule(source: Source, config: Config) -> tuple[Config, int]:
     """
     size, itemsize = config.r * config.c, source.values.dtype.itemsize
     if isinstance(source, UpdatedWeight):
-        return config, max(1, size // 2**10)
+        parts = max(1, config.r // PART_ROWS)
+        return config._replace(parts=parts), max(1, size // 2**11)
     if isinstance(source, GateGrad):
         return config, max(1, size // 2**11)
     if isinstance(source, Norm | Gate):
