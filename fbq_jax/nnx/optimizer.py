@@ -23,7 +23,7 @@ class CodeOptimizer(nnx.Module):
     It gives each quantized layer the codes of its weight, which ``update`` writes when
     it changes the weight.  A training step neither casts nor quantizes a weight::
 
-        optimizer = CodeOptimizer(model, fbq_jax.optim.adamw(1e-3), x)
+        optimizer = CodeOptimizer(model, optim.with_codes(optax.adamw(1e-3)), x)
 
         @nnx.jit
         def step(model, optimizer, x):

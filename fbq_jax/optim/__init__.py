@@ -8,5 +8,3 @@ from fbq_jax.fp8.optim import with_master_weights as with_master_weights
 from fbq_jax.optim.code_writer import CodeWriter as CodeWriter
 from fbq_jax.optim.code_writer import assert_live as assert_live
 from fbq_jax.optim.code_writer import with_codes as with_codes
-from fbq_jax.optim.fused import adamw as adamw
-from fbq_jax.optim.fused import sgd as sgd

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fbq_jax.kernels.triton.block_codes import widen
 from fbq_jax.kernels.triton.block_quantize import quantize_block, store_empty
-from fbq_jax.kernels.triton.block_tiles import load, locate_block, part_at
+from fbq_jax.kernels.triton.block_tiles import load, locate_block
 from fbq_jax.kernels.triton.packed import load_packed
 from fbq_jax.kernels.triton.row_block_quantize import quantize_row_block
 
@@ -169,38 +169,6 @@ def quantize_gate_grad(
 
 
 @triton.jit
-def quantize_update(
-    x,
-    weight,
-    mu,
-    nu,
-    scalars,
-    rows,
-    units,
-    new_weight,
-    new_mu,
-    new_nu,
-    codes,
-    scales,
-    sums,
-    colwise_codes,
-    colwise_scales,
-    colwise_sums,
-    CONFIG: tl.constexpr,
-):
-    """Updates and quantizes a block of a weight; x is its gradient."""
-    at, offsets = locate_block(rows, units * CONFIG.column_unit, CONFIG.r, CONFIG.c)
-    colwise = colwise_codes, colwise_scales, colwise_sums
-    outputs = (codes, scales, sums), (), colwise
-    old, new = (x, weight, mu, nu), (new_weight, new_mu, new_nu)
-    # In parts, because a block with its moments would take all registers.
-    for part in range(at[1] * CONFIG.parts, (at[1] + 1) * CONFIG.parts):
-        _update(old, scalars, new, part_at(at, part), CONFIG)
-    tl.debug_barrier()  # threads load what others stored, from the cache
-    _quantize(_updated, (new_weight,), (), (), (), outputs, at, offsets, CONFIG)
-
-
-@triton.jit
 def _quantize(
     SOURCE: tl.constexpr,
     operands,
@@ -298,67 +266,6 @@ def _gate_grad(operands, at, r: tl.constexpr, CONFIG: tl.constexpr):
     for k in tl.static_range(4):
         y += ((widen(tiles[k]) * factor[k]).to(tiles[k].dtype),)  # type: ignore[assignment]
     return y, ()
-
-
-@triton.jit
-def _updated(operands, at, r: tl.constexpr, CONFIG: tl.constexpr):
-    """The tiles of a weight in the dtype of the products; ``operands`` are the weight."""
-    tiles = load(operands, _in_memory(at, CONFIG), r, CONFIG.c)
-    rounded = ()
-    for k in tl.static_range(4):
-        rounded += (tiles[k].to(CONFIG.dtype),)  # type: ignore[assignment]
-    return rounded, ()
-
-
-@triton.jit
-def _in_memory(at, CONFIG: tl.constexpr):
-    """``at`` in a weight's memory, where all of up follows all of gate."""
-    batch, i, j, rows, columns = at
-    if CONFIG.interleaved:
-        PER_GROUP: tl.constexpr = 128 // CONFIG.c
-        group = j // PER_GROUP
-        first = group % 2 * (columns // (2 * CONFIG.c)) + group // 2 * PER_GROUP
-        j = first + j % PER_GROUP
-    return batch, i, j, rows, columns
-
-
-@triton.jit
-def _update(old, scalars, new, at, CONFIG: tl.constexpr):
-    """Stores a part of a weight and of its moments after a step.
-
-    Args:
-      old: the gradient, the weight and its moments.
-      scalars: ``UpdateScalars``.
-      new: where the weight and its moments are stored.
-      at: the part.
-      CONFIG: a ``Config``.
-    """
-    batch, i, j, rows, columns = _in_memory(at, CONFIG)
-    scalars += batch * 10
-    rate, decay = tl.load(scalars), tl.load(scalars + 1)
-    grad_scale = tl.load(scalars + 2)
-    mu_decay, mu_gain = tl.load(scalars + 3), tl.load(scalars + 4)
-    mu_bias = tl.load(scalars + 5)
-    nu_decay, nu_gain = tl.load(scalars + 6), tl.load(scalars + 7)
-    nu_bias, eps = tl.load(scalars + 8), tl.load(scalars + 9)
-    r: tl.constexpr = CONFIG.r // CONFIG.parts
-    row = i * r + tl.arange(0, r)[:, None]
-    column = j * CONFIG.c + tl.arange(0, CONFIG.c)[None, :]
-    inside = (row < rows) & (column < columns)
-    element = (batch * rows + row) * columns + column
-    step = widen(tl.load(old[0] + element, inside, 0.0)) * grad_scale
-    weight = widen(tl.load(old[1] + element, inside, 0.0))
-    if CONFIG.has_moments:
-        mu = mu_decay * tl.load(old[2] + element, inside, 0.0)
-        mu = mu_gain * step + mu
-        nu = nu_decay * tl.load(old[3] + element, inside, 0.0)
-        nu = nu_gain * (step * step) + nu
-        root = tl.sqrt_rn(tl.div_rn(nu, nu_bias)) + eps
-        step = tl.div_rn(tl.div_rn(mu, mu_bias), root)
-        tl.store(new[1] + element, mu, inside)
-        tl.store(new[2] + element, nu, inside)
-    weight -= rate * (step + decay * weight)
-    tl.store(new[0] + element, weight.to(new[0].dtype.element_ty), inside)
 
 
 @triton.jit
