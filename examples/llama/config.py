@@ -74,11 +74,10 @@ class Config:
         "dtype in which devices sum their partial INT8 products: float32, bfloat16, or "
         "int8 for weight gradients only (default: the model's dtype)",
     )
-    optimizer_codes: Literal["optax", "fused"] | None = option(
-        None,
-        "the optimizer writes the INT8 codes of the weights that it changes, and steps "
-        "quantize no weight: after optax's AdamW, with the same losses (optax), or in "
-        "one kernel with it (fused); 2 more bytes per weight",
+    optimizer_codes: bool = option(
+        False,
+        "the optimizer writes the codes of the weights that it changes, and steps "
+        "quantize no weight: the same losses, and 2 more bytes per weight",
     )
     batch: Size = option(8, "sequences per step")
     accumulate: Size = option(1, "microbatches per step")
@@ -135,7 +134,7 @@ class Config:
         """
         dot_general = RECIPES[self.recipe]
         if self.optimizer_codes and not isinstance(dot_general, FallbackDot):
-            got = f"got {self.optimizer_codes!r} with {self.recipe}"
+            got = f"got {self.recipe}"
             raise UserError(f"optimizer_codes applies to INT8 recipes only, {got}")
         if experts and isinstance(dot_general, Fp8Dot):
             fp8 = "fp8_delayed and fp8_current"

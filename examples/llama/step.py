@@ -65,7 +65,7 @@ def make_optimizer(config: Config) -> tuple[Optimizer, optax.Schedule]:
 # Cached, so that runs with the same optimizer or model share one compiled program.
 @functools.lru_cache(maxsize=4)
 def _optimizer(
-    steps: int, lr: float, clip: float, codes: str | None
+    steps: int, lr: float, clip: float, writes_codes: bool
 ) -> tuple[Optimizer, optax.Schedule]:
     warmup = steps // 10
     schedule = optax.warmup_cosine_decay_schedule(
@@ -76,15 +76,12 @@ def _optimizer(
         # The rank does not tell: stacked norms and biases also have two axes.
         return path[-1].key in ("kernel", "embedding")
 
-    options: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
-    options["mask"] = partial(jax.tree.map_with_path, is_matrix)
-    if codes == "fused":
-        return optim.adamw(schedule, **options, clip_norm=clip or None), schedule
+    decayed = partial(jax.tree.map_with_path, is_matrix)
     optimizer = optax.chain(
         optax.clip_by_global_norm(clip) if clip else optax.identity(),
-        optax.adamw(schedule, **options),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
     )
-    return optim.with_codes(optimizer) if codes else optimizer, schedule
+    return optim.with_codes(optimizer) if writes_codes else optimizer, schedule
 
 
 def init_state(

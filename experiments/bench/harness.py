@@ -74,8 +74,7 @@ def trainer(
     """
     llama = Llama(config, dot_general)
     rate = Config.lr if learns else _NO_LEARNING
-    codes = "fused" if keeps_codes else None
-    options = Config(steps=1000, lr=rate, optimizer_codes=codes)
+    options = Config(steps=1000, lr=rate, optimizer_codes=keeps_codes)
     optimizer, schedule = step.make_optimizer(options)
     state = step.init_state(llama, optimizer, None, seed=0)
     state = step.add_codes(llama, optimizer, state)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -106,7 +107,7 @@ def _step_with_codes(
     loss: Callable[..., Any], trained: dict[str, Any], codes: dict[str, Any]
 ) -> Any:
     """``training_step`` whose optimizer writes the codes of the weights."""
-    writer, params = optim.sgd(LEARNING_RATE), trained["params"]
+    writer, params = optim.with_codes(optax.sgd(LEARNING_RATE)), trained["params"]
     weights = {"params": writer.differentiable(params, codes)}
     (value, moved), grads = jax.value_and_grad(loss, has_aux=True)(weights)
     state = writer.init(params)

@@ -23,7 +23,7 @@ class CodeOptimizer(nnx.Module):
     ``update`` writes them when it changes the weight.  A training step neither casts
     nor quantizes a weight::
 
-        optimizer = CodeOptimizer(model, fbq_jax.optim.adamw(1e-3), x)
+        optimizer = CodeOptimizer(model, optim.with_codes(optax.adamw(1e-3)), x)
 
         @nnx.jit
         def step(model, optimizer, x):
@@ -58,7 +58,7 @@ class CodeOptimizer(nnx.Module):
         _write_codes(model, args, kwargs, stacklevel=5)
         self.writer, self.wrt = nnx.static(writer), nnx.static(wrt)
         params = nnx.to_pure_dict(nnx.state(model, wrt))
-        code_writer.weights_by_path(_codes_of(model), params)  # checks wrt
+        code_writer.find_weights(_codes_of(model), params)  # checks wrt
         self.opt_state = OptState(writer.init(params))
 
     @contextlib.contextmanager

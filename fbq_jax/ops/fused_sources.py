@@ -1,23 +1,14 @@
-"""Norms, gates, gates' gradients and updated weights as sources of ``quantize``."""
+"""Norms, gates and gates' gradients as sources of ``quantize``."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from fbq_jax.kernels import packing
 from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm, SavedNorm
 from fbq_jax.kernels.packing import Packed
-from fbq_jax.kernels.weight_update import UpdatedWeight
 from fbq_jax.ops.quantization import KINDS, SourceKind, SourceWords, rows_of, words_of
-from fbq_jax.sharding.rule_language import (
-    UNSHARDED,
-    UNSHARDED_AXIS,
-    AxisWords,
-    block_axis,
-    word,
-)
+from fbq_jax.sharding.rule_language import UNSHARDED, UNSHARDED_AXIS, AxisWords, word
 
 
 def _norm_words(source: Norm, stack: str, sides: tuple[int, int]) -> SourceWords:
@@ -73,28 +64,6 @@ def _packed_words(
     )
 
 
-def _update_words(
-    source: UpdatedWeight, stack: str, sides: tuple[int, int]
-) -> SourceWords:
-    shape = source.values.shape
-    rows, columns = block_axis("i", shape[1], sides[0]), UNSHARDED_AXIS
-    words: Any = f"{stack} {rows.codes} {UNSHARDED}"
-    if source.values.ndim == 3:
-        columns = block_axis("j", shape[2], sides[1])
-        words = f"{stack} {rows.codes} {columns.codes}"
-    elif source.interleaved:  # each shard of the columns has both gate and up
-        unit = max(sides[1], packing.GROUP)
-        column = _packed_columns(shape[3], unit)
-        columns = AxisWords(column(2 * unit), column(2 * unit // sides[1]))
-        words = f"{stack} {rows.codes} {UNSHARDED} {column(unit)}"
-    else:
-        words = f"{words} {UNSHARDED}"
-    saved = jax.tree.map(lambda _: words, source.state)
-    words = words_of(source, words, *jax.tree.leaves(saved), f"{stack} .")
-    return words, saved, rows, columns
-
-
 KINDS[Norm] = SourceKind(_norm_words, most_rows=256)
 KINDS[Gate] = SourceKind(_gate_words, (2, 1), most_rows=256)
 KINDS[GateGrad] = SourceKind(_gate_words, (1, 2), most_rows=128)
-KINDS[UpdatedWeight] = SourceKind(_update_words)

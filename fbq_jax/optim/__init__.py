@@ -9,5 +9,3 @@ from fbq_jax.optim.code_writer import CodeWriter as CodeWriter
 from fbq_jax.optim.code_writer import assert_live as assert_live
 from fbq_jax.optim.code_writer import with_codes as with_codes
 from fbq_jax.optim.code_writer import write_codes as write_codes
-from fbq_jax.optim.fused import adamw as adamw
-from fbq_jax.optim.fused import sgd as sgd

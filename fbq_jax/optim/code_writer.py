@@ -5,7 +5,7 @@ makes before the first step, and which the optimizer writes when it changes the 
 The step neither casts nor quantizes a weight.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -45,10 +45,14 @@ class CodeWriter(NamedTuple):
     @staticmethod
     def differentiable(params: Any, codes: Mapping[str, Any]) -> Any:
         """The parameters, of which weights with codes have the products' dtype."""
-        found = weights_by_path(codes, params)
-        dtypes = {path: weights[0][1].dtype for path, weights in found.items()}
-        flat = flatten(params).items()
-        return unflatten(params, [x.astype(dtypes.get(p, x.dtype)) for p, x in flat])
+        found = find_weights(codes, params)
+
+        def cast(path: Any, x: jax.Array) -> jax.Array:
+            weight = found.get(_names(path))
+            return x if weight is None else x.astype(weight.dtype)
+
+        plain = jax.tree.map_with_path(cast, meta.unbox(params))
+        return meta.replace_boxed(params, plain)
 
 
 def with_codes(optimizer: optax.GradientTransformation) -> CodeWriter:
@@ -61,7 +65,7 @@ def with_codes(optimizer: optax.GradientTransformation) -> CodeWriter:
     def update(
         grads: Any, state: Any, params: Any, codes: Any = None
     ) -> tuple[Any, Any, Any]:
-        found = weights_by_path(codes, params)
+        found = find_weights(codes, params)
         wide = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, state = optimizer.update(wide, state, params)
         params = optax.apply_updates(params, updates)
@@ -80,12 +84,12 @@ def write_codes(codes: Mapping[str, Any], params: Any) -> dict[str, Any]:
     Raises:
       ValueError: there are no codes, or a parameter is missing.
     """
-    return _write(codes, weights_by_path(codes, params, all_params=True), params)
+    return _write(codes, find_weights(codes, params, all_params=True), params)
 
 
-def _write(codes: Any, found: Mapping[Path, Any], params: Any) -> dict[str, Any]:
+def _write(codes: Any, found: Collection[Path], params: Any) -> dict[str, Any]:
     """The codes, of which those that were found are of these parameters."""
-    weights = flatten(params)
+    weights = _flatten(params)
 
     def write(weight: StepWeight) -> StepWeight:
         path = weight.parameter
@@ -122,17 +126,17 @@ def assert_live(params: Any, codes: Mapping[str, Any]) -> None:
 @jax.jit
 def _find_stale(params: Any, codes: Any) -> dict[str, jax.Array]:
     stale: dict[str, Any] = {}
-    fresh = entries_of(write_codes(codes, params))
-    for (_, old), (_, new) in zip(entries_of(codes), fresh, strict=True):
+    fresh = _weights(write_codes(codes, params))
+    for old, new in zip(_weights(codes), fresh, strict=True):
         name = "/".join(map(str, old.parameter))
         stale[name] = stale.get(name, False) | differ(old.codes, new.codes)
     return stale
 
 
-def weights_by_path(
+def find_weights(
     codes: Mapping[str, Any] | None, params: Any, *, all_params: bool = False
-) -> dict[Path, list[tuple[Path, StepWeight]]]:
-    """The paths of codes and the codes of each parameter that has some.
+) -> dict[Path, StepWeight]:
+    """The codes of each parameter that has some: of its first product.
 
     Args:
       codes: the codes.
@@ -149,18 +153,16 @@ def weights_by_path(
             "codes). Transformations of optax, such as chain and MultiSteps, go into "
             "with_codes, and do not take a CodeWriter"
         )
-    every: dict[Path, list[tuple[Path, StepWeight]]] = {}
-    for at, weight in entries_of(codes):
-        every.setdefault(weight.parameter, []).append((at, weight))
+    every = {weight.parameter: weight for weight in reversed(_weights(codes))}
     if not every:
         raise ValueError(
             "there are no codes to write: pass the collection that "
             "quantize_weights_once returns, and the one of the step before"
         )
-    known = flatten(params)
-    found = {path: weights for path, weights in every.items() if path in known}
+    known = _flatten(params)
+    found = {path: weight for path, weight in every.items() if path in known}
     if not found or (all_params and len(found) < len(every)):
-        names = ["/".join(map(str, path)) for path in every if path not in known]
+        names = sorted("/".join(map(str, path)) for path in every.keys() - known.keys())
         raise ValueError(
             f"there are codes of {', '.join(names)}, which the parameters lack: pass "
             "the parameters of the model that quantize_weights_once was given"
@@ -168,22 +170,14 @@ def weights_by_path(
     return found
 
 
-def entries_of(codes: Mapping[str, Any]) -> Iterator[tuple[Path, StepWeight]]:
-    """The paths of codes, and the codes."""
-    for path, weight in jax.tree.leaves_with_path(codes, is_leaf=_is_weight):
-        yield _names(path), weight
+def _weights(codes: Mapping[str, Any]) -> list[StepWeight]:
+    return jax.tree.leaves(codes, is_leaf=_is_weight)
 
 
-def flatten(params: Any) -> dict[Path, Any]:
+def _flatten(params: Any) -> dict[Path, Any]:
     """Parameters without boxes, by their paths."""
     leaves = jax.tree.leaves_with_path(meta.unbox(params))
     return {_names(path): x for path, x in leaves}
-
-
-def unflatten(like: Any, values: Iterable[Any]) -> Any:
-    """Parameters with the structure and the boxes of others, from ``flatten``."""
-    plain = jax.tree.unflatten(jax.tree.structure(meta.unbox(like)), values)
-    return meta.replace_boxed(like, plain)
 
 
 def _names(path: Any) -> Path:

@@ -19,7 +19,7 @@ Device functions share these arguments, and others that ``block_tiles`` describe
 - ``CONFIG``: a ``Config``.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -67,8 +67,6 @@ class Config(NamedTuple):
       is_grouped: whether ``row_counts`` has the number of rows of each matrix.
       bits: the bits of packed codes.
       interleaved: how gate and up are joined.
-      dtype: the dtype of a weight's products.
-      has_moments: whether a weight has moments.
     """
 
     r: int
@@ -87,8 +85,6 @@ class Config(NamedTuple):
     is_grouped: bool
     bits: int
     interleaved: bool
-    dtype: Any
-    has_moments: bool
 
 
 @triton.jit

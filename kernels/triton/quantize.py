@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import triton
-import triton.language as tl
 
 from fbq_jax.kernels.layer_sources import (
     Gate,
@@ -38,13 +37,13 @@ from fbq_jax.kernels.triton.arguments import (
 )
 from fbq_jax.kernels.triton.block_quantize import Config
 from fbq_jax.kernels.triton.quantize_vectors import quantize_vectors
-from fbq_jax.kernels.weight_update import UpdatedWeight, WeightState
 
 # The most values of a block that registers hold.
 HELD_VALUES = 2**14
 # The rows of a part of the block of a norm or a gate, the fastest on an H200.
 PART_ROWS = 32
-_TRITON_DTYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
+# Programs that leave warps idle, as in decoding: more warps each end sooner.
+FEW_PROGRAMS = 128
 # The most rows of the block of a gate's gradient: registers hold its factors, too.
 MOST_GRAD_ROWS = 128
 
@@ -143,14 +142,6 @@ class _Blocks(NamedTuple):
         if isinstance(source, Matrix):
             return True
         r, c = self.shape
-        if isinstance(source, UpdatedWeight):
-            # Registers hold a block, which its update may overwrite.
-            is_nearest = all(x.rounding == "nearest" for x in layouts)
-            return (
-                is_nearest
-                and r * c <= HELD_VALUES
-                and (not source.interleaved or GROUP % c == 0)
-            )
         width = source.values.shape[2] // (1 + isinstance(source, Gate))
         # Each row of a block is one group of packed codes.
         fits = c == GROUP and width % GROUP == 0
@@ -199,8 +190,6 @@ def _quantize_blocks(
         is_grouped=source.row_counts is not None,
         bits=getattr(source, "bits", 0),
         interleaved=getattr(source, "interleaved", False),
-        has_moments=isinstance(source, UpdatedWeight) and source.state.mu is not None,
-        dtype=_TRITON_DTYPES[jnp.dtype(getattr(source, "dtype", jnp.float32)).name],
     )
     config, num_warps = _schedule(source, config)
     outputs = rowwise_outputs(shape, rowwise, dtype)
@@ -215,9 +204,8 @@ def _quantize_blocks(
             "residual_scales": per_block,
             "metrics": per_block,
         }
-        | _saved_outputs(source),
+        | _packed_outputs(source),
         shape=shape,
-        in_place=_in_place(source),
         block=(r, c),
         unit=unit,
         num_warps=num_warps,
@@ -230,12 +218,6 @@ def _quantize_blocks(
         residual = Term(found["residual_codes"], found["residual_scales"])
         main = dataclasses.replace(main, residual=residual)
     transposed = colwise_operand(found, shape, colwise)
-    if isinstance(source, UpdatedWeight):
-        new: Any = [
-            None if old is None else found[f"new_{name}"]
-            for name, old in source.state._asdict().items()
-        ]
-        return Layouts(main, transposed, saved=WeightState(*new))
     if not isinstance(source, Norm | Gate):
         return Layouts(main, transposed, metric)
     packed = Packed(found["packed"], found["packed_scales"])
@@ -259,24 +241,13 @@ def _kernel_of(
             return sources.quantize_norm, inputs, GROUP
         case Gate():
             return sources.quantize_gate, inputs, GROUP
-        case UpdatedWeight():
-            inputs |= source.state._asdict() | {"scalars": source.scalars}
-            return sources.quantize_update, inputs, column_unit(source.shape[2])
     assert isinstance(source, GateGrad)
     inputs["packed"], inputs["packed_scales"] = source.factors
     return sources.quantize_gate_grad, inputs, 2 * GROUP
 
 
-def _saved_outputs(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
-    """The new state of a weight, or what a norm or a gate saves, packed."""
-    if isinstance(source, UpdatedWeight):
-        fields = source.state._asdict().items()
-        return {
-            f"new_{name}": output(
-                source.values.shape, getattr(x, "dtype", "int8"), wanted=x is not None
-            )
-            for name, x in fields
-        }
+def _packed_outputs(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a norm or a gate saves, packed."""
     if not isinstance(source, Norm | Gate):
         return {}
     batch, rows, columns = source.shape
@@ -288,13 +259,6 @@ def _saved_outputs(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _in_place(source: Source) -> dict[int, int]:
-    """The weight and its moments take the memory of those before a step."""
-    if not isinstance(source, UpdatedWeight):
-        return {}
-    return {1: 0} if source.state.mu is None else {1: 0, 2: 1, 3: 2}
-
-
 def _schedule(source: Source, config: Config) -> tuple[Config, int]:
     """Chooses the parts of a block, and ``num_warps`` of ``launch``.
 
@@ -302,8 +266,6 @@ def _schedule(source: Source, config: Config) -> tuple[Config, int]:
     then holds more elements.
     """
     size, itemsize = config.r * config.c, source.values.dtype.itemsize
-    if isinstance(source, UpdatedWeight):
-        return config, max(1, size // 2**10)
     if isinstance(source, GateGrad):
         return config, max(1, size // 2**11)
     if isinstance(source, Norm | Gate):
@@ -316,6 +278,10 @@ def _schedule(source: Source, config: Config) -> tuple[Config, int]:
         return config, max(1, size // (2**12 if itemsize == 2 else 2**11))
     if size > HELD_VALUES:
         return config._replace(held=False, parts=size // 2**13), 8
+    batch, rows, columns = source.shape
+    blocks = batch * triton.cdiv(rows, config.r) * triton.cdiv(columns, config.c)
+    if blocks <= FEW_PROGRAMS:
+        return config, min(8, max(1, size // 2**9))
     many_registers = (config.row_sums and config.column_sums) or (
         "stochastic" in (config.rowwise, config.colwise)
         and (config.criterion is not None or itemsize == 4)

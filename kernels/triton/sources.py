@@ -169,34 +169,6 @@ def quantize_gate_grad(
 
 
 @triton.jit
-def quantize_update(
-    x,
-    weight,
-    mu,
-    nu,
-    scalars,
-    rows,
-    units,
-    new_weight,
-    new_mu,
-    new_nu,
-    codes,
-    scales,
-    sums,
-    colwise_codes,
-    colwise_scales,
-    colwise_sums,
-    CONFIG: tl.constexpr,
-):
-    """Updates and quantizes a block of a weight; x is its gradient."""
-    at, offsets = locate_block(rows, units * CONFIG.column_unit, CONFIG.r, CONFIG.c)
-    colwise = colwise_codes, colwise_scales, colwise_sums
-    outputs = (codes, scales, sums), (), colwise
-    operands = (x, weight, mu, nu), scalars, (new_weight, new_mu, new_nu)
-    _quantize(_update, operands, (), (), (), outputs, at, offsets, CONFIG)
-
-
-@triton.jit
 def _quantize(
     SOURCE: tl.constexpr,
     operands,
@@ -294,51 +266,6 @@ def _gate_grad(operands, at, r: tl.constexpr, CONFIG: tl.constexpr):
     for k in tl.static_range(4):
         y += ((widen(tiles[k]) * factor[k]).to(tiles[k].dtype),)  # type: ignore[assignment]
     return y, ()
-
-
-@triton.jit
-def _update(operands, at, r: tl.constexpr, CONFIG: tl.constexpr):
-    """The tiles of a weight after a step, in the dtype of the products.
-
-    ``operands`` are the gradient, the weight and its moments; ``UpdateScalars``; and
-    where the new weight and moments are stored.
-    """
-    old, scalars, new = operands
-    batch, i, j, rows, columns = at
-    if CONFIG.interleaved:  # in memory, all of up follows all of gate
-        PER_GROUP: tl.constexpr = 128 // CONFIG.c
-        group = j // PER_GROUP
-        first = group % 2 * (columns // (2 * CONFIG.c)) + group // 2 * PER_GROUP
-        j = first + j % PER_GROUP
-    scalars += batch * 10
-    rate, decay = tl.load(scalars), tl.load(scalars + 1)
-    grad_scale = tl.load(scalars + 2)
-    mu_decay, mu_gain = tl.load(scalars + 3), tl.load(scalars + 4)
-    mu_bias = tl.load(scalars + 5)
-    nu_decay, nu_gain = tl.load(scalars + 6), tl.load(scalars + 7)
-    nu_bias, eps = tl.load(scalars + 8), tl.load(scalars + 9)
-    row = i * r + 4 * tl.arange(0, r // 4)[:, None]
-    column = j * CONFIG.c + tl.arange(0, CONFIG.c)[None, :]
-    tiles = ()
-    for k in tl.static_range(4):
-        inside = (row + k < rows) & (column < columns)
-        element = (batch * rows + row + k) * columns + column
-        step = widen(tl.load(old[0] + element, inside, 0.0)) * grad_scale
-        weight = widen(tl.load(old[1] + element, inside, 0.0))
-        if CONFIG.has_moments:
-            mu = mu_decay * tl.load(old[2] + element, inside, 0.0)
-            mu = mu_gain * step + mu
-            nu = nu_decay * tl.load(old[3] + element, inside, 0.0)
-            nu = nu_gain * (step * step) + nu
-            root = tl.sqrt_rn(tl.div_rn(nu, nu_bias)) + eps
-            step = tl.div_rn(tl.div_rn(mu, mu_bias), root)
-            tl.store(new[1] + element, mu, inside)
-            tl.store(new[2] + element, nu, inside)
-        weight -= rate * (step + decay * weight)
-        weight = weight.to(new[0].dtype.element_ty)
-        tl.store(new[0] + element, weight, inside)
-        tiles += (weight.to(CONFIG.dtype),)  # type: ignore[assignment]
-    return tiles, ()
 
 
 @triton.jit

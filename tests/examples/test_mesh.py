@@ -160,7 +160,7 @@ def test_codes_are_sharded_as_their_weights():
 def test_an_optimizer_writes_codes_on_several_devices(more, text, tmp_path):
     options = [*SIZES, *RUN, "--mesh=fsdp=2,tensor=2", *more]
     runs = []
-    for codes in [], ["--optimizer-codes=optax"]:
+    for codes in [], ["--optimizer-codes"]:
         out = tmp_path / str(len(codes))
         assert train.main([*options, *codes, f"--data={text}", f"--out={out}"]) == 0
         runs.append([record["loss"] for record in metrics.read(out / "metrics.jsonl")])

@@ -19,7 +19,6 @@ from fbq_jax.kernels.quantized import CRITERIA, Layout, Layouts, Quantized, Term
 from fbq_jax.kernels.rounding import MatrixSeeds
 from fbq_jax.kernels.sources import Matrix, Source
 from fbq_jax.kernels.tiles import assign_tiles
-from fbq_jax.kernels.weight_update import UpdatedWeight, WeightState
 from tests import oracle
 
 FLOAT8 = {"dtype": "float8_e4m3fn"}
@@ -148,33 +147,6 @@ def gate_grad(
         dy = heavy(shape, dtype=dtype)
         dy = _fill_missing_rows(dy, row_counts, _garbage(dy))
         return GateGrad(dy, packed, _counts(row_counts), bits, interleaved)
-
-    return make
-
-
-def updated_weight(
-    shape: tuple[int, int, int],
-    dtype: str,
-    weight_dtype: str = "float32",
-    optimizer: str = "adamw",
-    of_gate: bool = False,
-) -> Callable[[], UpdatedWeight]:
-    """Weights of this shape with gradients of a dtype, after some steps."""
-
-    def make() -> UpdatedWeight:
-        grad, *moments = (jnp.asarray(heavy(shape, seed)) for seed in range(3))
-        weight = jax.random.normal(jax.random.key(0), shape).astype(weight_dtype)
-        state = WeightState(weight)
-        if optimizer == "adamw":
-            state = WeightState(weight, moments[0], jnp.square(moments[1]))
-        of_mu, of_nu = ([b, 1 - b, 1 - b**3] for b in (0.9, 0.95))
-        scalars = jnp.asarray([1e-3, 0.1, 0.5, *of_mu, *of_nu, 1e-8], jnp.float32)
-        values = grad.astype(dtype)
-        if of_gate:
-            halves = *shape[:2], 2, shape[2] // 2
-            values, state = jax.tree.map(lambda x: x.reshape(halves), (values, state))
-        scalars = jnp.tile(scalars, (shape[0], 1))
-        return UpdatedWeight(values, state, scalars, "bfloat16")
 
     return make
 
@@ -358,44 +330,6 @@ GATES, GATES_IN_ROWS = _cases(gate, 3, _LAYERS), _cases(gate, 3, _IN_ROWS)
 GRADS, GRADS_IN_ROWS = (
     _cases(gate_grad, 3, table) for table in (_GRADS, _GRADS_IN_ROWS)
 )
-# Updated weights: the shape, the dtypes of the gradient and the weight, and whether the
-# weight is that of gate and up.
-UPDATES = _cases(
-    updated_weight,
-    5,
-    [
-        (
-            *((1, 200, 256), "bfloat16", "float32", "adamw", False),
-            *(near(128, 128), near(128, 128, sums=True)),
-        ),
-        (
-            *((2, 70, 304), "float32", "bfloat16", "adamw", False),
-            *(near(64, 64), near(64, 64)),
-        ),
-        (
-            *((1, 130, 512), "bfloat16", "float32", "adamw", True),
-            *(near(128, 128), near(128, 128)),
-        ),
-        ((2, 64, 256), "bfloat16", "float32", "sgd", True, near(32, 32), None),
-        ((1, 64, 320), "float32", "float32", "adamw", True, None, near(64, 64)),
-        (
-            *((1, 256, 256), "bfloat16", "float32", "adamw", False),
-            *(near(1, 128), near(128, 1)),
-        ),
-        (
-            *((1, 40, 51), "bfloat16", "float32", "adamw", False),
-            *(near(1, None), near(None, 1)),
-        ),
-        (
-            *((1, 128, 256), "bfloat16", "float32", "sgd", False),
-            *(near(1, 128), near(128, 128), FLOAT8),
-        ),
-        (
-            *((1, 300, 256), "bfloat16", "float32", "adamw", False),
-            *(near(256, 256), near(256, 256)),
-        ),
-    ],
-)
 # Matrices of which rows are missing: also their counts, and whether gate and up are
 # interleaved.
 _THREE, _TWO = (32, 0, 19), (5, 64)
@@ -446,7 +380,7 @@ GRADS_OF_TILES = _cases(
 ALL = [*BLOCKS, *FALLBACK, *VECTORS, PER_TENSOR, *ROWS, *ROWS_AND_BLOCKS]
 ALL += [*FLOAT8_BLOCKS, *FLOAT8_ROWS, *GROUPED, *GROUPED_FALLBACK, *GATHERED]
 ALL += [*NORMS, *GATES, *GRADS, *NORMS_IN_ROWS, *GATES_IN_ROWS, *GRADS_IN_ROWS]
-ALL += [*GATES_OF_TILES, *GRADS_OF_TILES, *UPDATES]
+ALL += [*GATES_OF_TILES, *GRADS_OF_TILES]
 
 
 def of_bits(bits: int) -> list[Case]:
@@ -681,16 +615,6 @@ def _check_saved(source: Source, got: Any, want: Any) -> None:
     if isinstance(want, SavedNorm):
         np.testing.assert_allclose(got.rstd, want.rstd, rtol=1e-6)
         got, want = got.normalized, want.normalized
-    if isinstance(want, WeightState):
-        for new, expected in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-            assert new.dtype == expected.dtype
-            step = 0.0 if new.dtype == jnp.float32 else 2.0**-8
-            np.testing.assert_allclose(
-                *(np.asarray(x, np.float32) for x in (new, expected)),
-                rtol=1e-6 + step,
-                atol=2e-7,  # of weights of about 1
-            )
-        return
     if not want:
         return
     np.testing.assert_allclose(got.scales, want.scales, rtol=1e-5)

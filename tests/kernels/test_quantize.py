@@ -46,7 +46,7 @@ def from_fast(table, first):
         *(cases.GROUPED, cases.GROUPED_FALLBACK, cases.GATHERED),
         *(from_fast(cases.NORMS, 1), cases.GATES, cases.GRADS, cases.of_bits(9)),
         *(from_fast(cases.NORMS_IN_ROWS, 3), cases.GATES_IN_ROWS),
-        *(from_fast(cases.GRADS_IN_ROWS, 1), cases.UPDATES),
+        from_fast(cases.GRADS_IN_ROWS, 1),
     )
     + with_first_fast([*cases.GATES_OF_TILES, *cases.GRADS_OF_TILES], 0)
     + with_first_fast([case for bits in (5, 6, 8) for case in cases.of_bits(bits)], 0),

@@ -18,7 +18,7 @@ from tests.marks import with_first_fast
 pytestmark = needs_devices
 WIDTH = 512
 ADAMW = optax.adamw(1e-3)
-WRITERS = {"optax": optim.with_codes(ADAMW), "fused": optim.adamw(1e-3)}
+WRITER = optim.with_codes(ADAMW)
 # The mesh axes of the last axes of weights and their moments.
 AXES = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")}
 X = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)).astype(jnp.bfloat16)
@@ -111,11 +111,10 @@ TENSOR = {"tensor": 4}
 
 
 @pytest.mark.parametrize("sizes", with_first_fast(FSDP), ids=str)
-@pytest.mark.parametrize("name", with_first_fast(WRITERS))
-def test_codes_are_gathered_in_place_of_floats(sizes, name):
+def test_codes_are_gathered_in_place_of_floats(sizes):
     """At most 0.52 of the bytes that bfloat16 gathers, scales included."""
     weight = WIDTH * WIDTH // sizes.get("tensor", 1)
-    _, _, found = over_mesh(sizes, WRITERS[name])
+    _, _, found = over_mesh(sizes, WRITER)
     gathers = [c for c in found if c.kind == "all-gather"]
     codes = [c for c in gathers if c.size == weight]
     others = [c for c in gathers if c.size != weight]
@@ -129,18 +128,16 @@ def test_codes_are_gathered_in_place_of_floats(sizes, name):
     assert ratio < 0.501
 
 
-@pytest.mark.parametrize("name", with_first_fast(WRITERS))
-def test_tensor_parallelism_gathers_no_weights(name):
-    _, _, found = over_mesh(TENSOR, WRITERS[name])
+def test_tensor_parallelism_gathers_no_weights():
+    _, _, found = over_mesh(TENSOR, WRITER)
     assert [c for c in found if c.kind != "all-reduce" and c.size > 16] == []
 
 
 @pytest.mark.parametrize(
     "sizes", with_first_fast([*FSDP[::-1], {"tensor": 4}]), ids=str
 )
-@pytest.mark.parametrize("name", with_first_fast(WRITERS))
-def test_codes_are_those_of_one_device(sizes, name):
-    inputs, after, _ = over_mesh(sizes, WRITERS[name])
+def test_codes_are_those_of_one_device(sizes):
+    inputs, after, _ = over_mesh(sizes, WRITER)
     for params, _, _, codes in (inputs, after):
         optim.assert_live(*jax.device_get((params, codes)))
     parts = int(np.prod([*sizes.values()]))
@@ -149,10 +146,9 @@ def test_codes_are_those_of_one_device(sizes, name):
         assert np.prod(new.sharding.shard_shape(new.shape)) * parts == new.size
 
 
-@pytest.mark.parametrize("name", with_first_fast(WRITERS))
 @pytest.mark.parametrize("kind", with_first_fast([AxisType.Explicit, AxisType.Auto]))
-def test_axes_of_a_mesh(kind, name):
-    mesh, writer = mesh_of(kind, data=2), WRITERS[name]
+def test_axes_of_a_mesh(kind):
+    mesh, writer = mesh_of(kind, data=2), WRITER
     model = nn.Dense(256, use_bias=False, **BF16)
     x = jax.random.normal(jax.random.key(0), (256, 256)).astype(jnp.bfloat16)
     variables = model.init(jax.random.key(1), x)
