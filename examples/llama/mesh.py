@@ -128,7 +128,7 @@ def specs(state: Any) -> Any:
             found, layout = (*found[: found.index("dot_general")], "kernel"), found
         ends = (names for end, names in PARAMETERS.items() if found[-len(end) :] == end)
         names = next(ends, ())
-        if are_codes:  # of one matrix, or of one for each expert
+        if are_codes and names:  # of one matrix, or of one for each expert
             names = names if names[0] == "expert" else (None, names[0], names[-1])
             names = (names[0], *names[:0:-1]) if "colwise" in layout else names
         return spec(array.shape, (None,) * (array.ndim - len(names)) + names)

@@ -55,7 +55,8 @@ class CodeOptimizer(nnx.Module):
         wrt: Any = nnx.Param,
         **kwargs: Any,
     ):
-        _write_codes(model, args, kwargs, stacklevel=5)
+        # Flax calls this in three frames.
+        _write_codes(model, args, kwargs, stacklevel=7)
         self.writer, self.wrt = nnx.static(writer), nnx.static(wrt)
         params = nnx.to_pure_dict(nnx.state(model, wrt))
         code_writer.find_weights(_codes_of(model), params)  # checks wrt
