@@ -77,7 +77,7 @@ class Config:
     optimizer_codes: bool = option(
         False,
         "the optimizer writes the codes of the weights that it changes, and steps "
-        "quantize no weight: the same losses, and 2 more bytes per weight",
+        "quantize no weight; codes take 2 bytes per weight",
     )
     batch: Size = option(8, "sequences per step")
     accumulate: Size = option(1, "microbatches per step")
