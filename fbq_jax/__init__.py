@@ -10,6 +10,7 @@ from fbq_jax import export as export
 from fbq_jax import int8_flow as int8_flow
 from fbq_jax import linen as linen
 from fbq_jax import nnx as nnx
+from fbq_jax import optim as optim
 from fbq_jax import recipes as recipes
 from fbq_jax import testing as testing
 from fbq_jax.core import nonlinear as nonlinear
@@ -25,7 +26,6 @@ from fbq_jax.core.llm_int8 import llm_int8_dot as llm_int8_dot
 from fbq_jax.experts.expert_sharding import ExpertSharding as ExpertSharding
 from fbq_jax.experts.ragged_dot import ragged_dot as ragged_dot
 from fbq_jax.experts.routing import Routing as Routing
-from fbq_jax.fp8 import optim as optim
 from fbq_jax.fp8 import smooth_swiglu as smooth_swiglu
 from fbq_jax.fp8.smooth_swiglu import SmoothSwiGLU as SmoothSwiGLU
 from fbq_jax.linen import Einsum as Einsum
@@ -60,5 +60,5 @@ from fbq_jax.recipes.schema import RecipeError as RecipeError
 __version__ = "0.2.0"
 
 # Public modules of the packages can also be imported from here: fbq_jax.nonlinear.
-for _name in ("dispatch", "nonlinear", "optim", "smooth_swiglu"):
+for _name in ("dispatch", "nonlinear", "smooth_swiglu"):
     sys.modules[f"{__name__}.{_name}"] = globals()[_name]

@@ -22,7 +22,7 @@ LEVELS = [
     {"ops"},
     {"core"},
     {"experts", "fp8", "int8_flow"},
-    {"flax_internals", "model_kind"},
+    {"flax_internals", "model_kind", "optim"},
     {"linen", "nnx"},
     {"contrib", "export", "testing"},
     {"maxtext"},

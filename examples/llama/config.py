@@ -74,6 +74,11 @@ class Config:
         "dtype in which devices sum their partial INT8 products: float32, bfloat16, or "
         "int8 for weight gradients only (default: the model's dtype)",
     )
+    optimizer_codes: bool = option(
+        False,
+        "the optimizer writes the codes of the weights that it changes, and steps "
+        "quantize no weight; codes take 2 bytes per weight",
+    )
     batch: Size = option(8, "sequences per step")
     accumulate: Size = option(1, "microbatches per step")
     seq: Size = option(256, "tokens per sequence")
@@ -124,9 +129,13 @@ class Config:
     def dot_general(self, *, experts: bool) -> DotGeneral | None:
         """Returns the recipe's ``dot_general``, with `reduce` applied; None for bf16.
 
-        Raises UserError if the recipe does not support `reduce`, or `experts`.
+        Raises UserError if the recipe does not support `reduce`, `optimizer_codes` or
+        `experts`.
         """
         dot_general = RECIPES[self.recipe]
+        if self.optimizer_codes and not isinstance(dot_general, FallbackDot):
+            got = f"got {self.recipe}"
+            raise UserError(f"optimizer_codes applies to INT8 recipes only, {got}")
         if experts and isinstance(dot_general, Fp8Dot):
             fp8 = "fp8_delayed and fp8_current"
             raise UserError(f"experts take any recipe but {fp8}, got {self.recipe}")

@@ -122,9 +122,15 @@ def specs(state: Any) -> Any:
     """Returns the partition of each array, or shape, of a training state."""
 
     def partition(path: Sequence[Any], array: Any) -> PartitionSpec:
-        found = tuple(getattr(key, "key", None) for key in path)
+        found = tuple(getattr(key, "key", getattr(key, "name", None)) for key in path)
+        are_codes = "fallback_codes" in found
+        if are_codes:  # as their kernel is
+            found, layout = (*found[: found.index("dot_general")], "kernel"), found
         ends = (names for end, names in PARAMETERS.items() if found[-len(end) :] == end)
         names = next(ends, ())
+        if are_codes and names:  # of one matrix, or of one for each expert
+            names = names if names[0] == "expert" else (None, names[0], names[-1])
+            names = (names[0], *names[:0:-1]) if "colwise" in layout else names
         return spec(array.shape, (None,) * (array.ndim - len(names)) + names)
 
     return jax.tree.map_with_path(partition, state)

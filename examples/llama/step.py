@@ -9,6 +9,7 @@ Experts add two losses to the cross-entropy: one that balances their load, with 
 weight of the model's configuration, and the router's z-loss (ST-MoE), with `Z_LOSS`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,29 +26,31 @@ from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from fbq_jax import FallbackDot, fallback_stats, quantize_weights_once
+from fbq_jax import FallbackDot, fallback_stats, optim, quantize_weights_once
 
 EVAL_BATCHES = 8
 Z_LOSS = 0.001  # the weight of the z-loss of ST-MoE and of OLMoE (arXiv 2409.02060)
 PyTree = Any
 Metrics = dict[str, Any]
-Optimizer: TypeAlias = optax.GradientTransformation
+Optimizer: TypeAlias = optax.GradientTransformation | optim.CodeWriter
 
 
 @flax.struct.dataclass
 class TrainState:
-    """The state that a step updates and a checkpoint stores."""
+    """The state that a step updates and, without the codes, a checkpoint stores."""
 
     step: jax.Array  # the number of steps taken, int32 []
     params: PyTree  # the master weights, float32
     fallback: PyTree  # the state of INT8 layers; empty if there are none
     overwritten: PyTree  # the state of FP8 layers with delayed scaling, or empty
     opt_state: optax.OptState  # the optimizer's moments, float32
+    # The INT8 weights that the optimizer writes; empty if the layers make them.
+    codes: PyTree = flax.struct.field(default_factory=dict)
 
     def variables(self) -> dict[str, PyTree]:
         """Returns the variables of the model."""
         state = {"fallback": self.fallback, OVERWRITE_WITH_GRADIENT: self.overwritten}
-        return {"params": self.params, **state}
+        return {"params": self.params, **state, **self.codes}
 
     def stats(self) -> dict[str, Any]:
         """Returns rate, theta and count of each quantized layer, on the host."""
@@ -56,12 +59,14 @@ class TrainState:
 
 def make_optimizer(config: Config) -> tuple[Optimizer, optax.Schedule]:
     """Returns AdamW with clipping, and its schedule: linear warmup, cosine decay."""
-    return _optimizer(config.steps, config.lr, config.clip)
+    return _optimizer(config.steps, config.lr, config.clip, config.optimizer_codes)
 
 
 # Cached, so that runs with the same optimizer or model share one compiled program.
 @functools.lru_cache(maxsize=4)
-def _optimizer(steps: int, lr: float, clip: float) -> tuple[Optimizer, optax.Schedule]:
+def _optimizer(
+    steps: int, lr: float, clip: float, writes_codes: bool
+) -> tuple[Optimizer, optax.Schedule]:
     warmup = steps // 10
     schedule = optax.warmup_cosine_decay_schedule(
         lr / (warmup + 1), lr, warmup, decay_steps=steps, end_value=lr / 10
@@ -76,7 +81,7 @@ def _optimizer(steps: int, lr: float, clip: float) -> tuple[Optimizer, optax.Sch
         optax.clip_by_global_norm(clip) if clip else optax.identity(),
         optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
     )
-    return optimizer, schedule
+    return optim.with_codes(optimizer) if writes_codes else optimizer, schedule
 
 
 def init_state(
@@ -96,11 +101,7 @@ def make_initializer(model: Llama, optimizer: Optimizer) -> Callable[..., TrainS
     """Returns a function from a key, and weights or None, to `init_state`'s result."""
 
     def init(key: jax.Array, weights: PyTree | None) -> TrainState:
-        # Only shapes matter. Over several devices each shard of the batch is a whole
-        # block; otherwise ops would warn of shards that no training step has.
-        shards = mesh.shards("batch")
-        length = min(128, model.config.max_seq_len) if shards > 1 else 1
-        variables = model.init(key, jnp.zeros((shards, length), jnp.int32))
+        variables = model.init(key, _any_tokens(model))
         # Copied, because a step donates the memory of its state.
         params = variables["params"]
         if weights is not None:
@@ -114,6 +115,28 @@ def make_initializer(model: Llama, optimizer: Optimizer) -> Callable[..., TrainS
         )
 
     return init
+
+
+def _any_tokens(model: Llama) -> jax.Array:
+    """Tokens for calls of which only shapes matter."""
+    # Over several devices each shard of the batch is a whole block; otherwise ops would
+    # warn of shards that no training step has.
+    shards = mesh.shards("batch")
+    length = min(128, model.config.max_seq_len) if shards > 1 else 1
+    return jnp.zeros((shards, length), jnp.int32)
+
+
+def add_codes(model: Llama, optimizer: Optimizer, state: TrainState) -> TrainState:
+    """Returns a new or restored state with codes, if the optimizer writes them."""
+    if not isinstance(optimizer, optim.CodeWriter):
+        return state
+
+    @jax.jit
+    def make(variables: PyTree) -> PyTree:
+        codes = quantize_weights_once(model, variables, _any_tokens(model))
+        return mesh.constrain(codes)
+
+    return dataclasses.replace(state, codes=make(state.variables()))
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -141,13 +164,19 @@ def make_train_step(
         carry, measured = _accumulate(model, state, tokens)
         fallback, overwritten, total = carry
         grads = optax.tree.scale(1 / tokens.shape[0], total)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        old, codes = (state.opt_state, state.params), state.codes
+        if isinstance(optimizer, optim.CodeWriter):
+            params, opt_state, codes = optimizer.update(grads, *old, codes)
+        else:
+            updates, opt_state = optimizer.update(grads, *old)
+            params = optax.apply_updates(state.params, updates)
         new = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=params,
             fallback=fallback,
             overwritten=overwritten,
             opt_state=opt_state,
+            codes=codes,
         )
         new = mesh.constrain(new)
         # Copied to the metrics, because the next step donates the state.
@@ -176,13 +205,15 @@ _Carry = tuple[PyTree, PyTree, PyTree]
 def _accumulate(model: Llama, state: TrainState, tokens: Any) -> tuple[_Carry, Any]:
     """Scans over microbatches [N, B/N, S+1]; also returns what `_loss` measured."""
     value_and_grad = jax.value_and_grad(partial(_loss, model), has_aux=True)
-    codes: dict[str, PyTree] = {}
-    if tokens.shape[0] > 1 and isinstance(model.dot_general, FallbackDot):
+    codes, params = state.codes, state.params
+    if codes:
+        params = optim.CodeWriter.differentiable(params, codes)
+    elif tokens.shape[0] > 1 and isinstance(model.dot_general, FallbackDot):
         codes = quantize_weights_once(model, state.variables(), tokens[0][:, :-1])
 
     def microbatch(carry: _Carry, tokens: jax.Array) -> tuple[_Carry, Metrics]:
         fallback, overwritten, total = carry
-        differentiated = {"params": state.params, OVERWRITE_WITH_GRADIENT: overwritten}
+        differentiated = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}
         others = {"fallback": fallback, **codes}
         (_, aux), grads = value_and_grad(differentiated, others, tokens)
         fallback, measured = aux

@@ -1,5 +1,6 @@
 """Trains one model: the loop over steps, with metrics, validation and checkpoints."""
 
+import dataclasses
 import math
 import time
 from contextlib import nullcontext
@@ -22,13 +23,14 @@ from examples.llama.run_folder import checkpoints
 from examples.llama.step import (
     EVAL_BATCHES,
     TrainState,
+    add_codes,
     evaluate,
     init_state,
     make_optimizer,
     make_train_step,
 )
 from examples.llama.text import tokenizer_source
-from fbq_jax import FallbackDot, assert_live, freeze
+from fbq_jax import FallbackDot, assert_live, freeze, optim
 
 
 class DivergedError(UserError):
@@ -202,6 +204,8 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
         metrics.continue_after(first - 1, log)
     if first > config.steps:
         return state
+    optimizer, schedule = make_optimizer(config)
+    state = add_codes(model, optimizer, state)
 
     def batch(step: int) -> Any:
         tokens = run.batches[step - 1].reshape(config.accumulate, -1, config.seq + 1)
@@ -219,7 +223,7 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
         bar.set_postfix_str("compiling")
         stop.waits_for = "compiling"
         started = time.perf_counter()
-        jitted = make_train_step(model, *make_optimizer(config))
+        jitted = make_train_step(model, optimizer, schedule)
         train_step = jitted.lower(state, batch(first)).compile()
         if is_first:
             bar.write(f"compiled in {time.perf_counter() - started:.1f} s")
@@ -251,9 +255,12 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
                 check_finite(record, out)
             if step == first and recipe is not None:
                 assert_live(stats_before, state.stats())
+                if state.codes:
+                    optim.assert_live(state.params, state.codes)
             if saves or (mesh.any_of(stop.is_set()) and config.save_every):
                 stop.waits_for = f"the checkpoint of step {step}"
-                checkpoint.save(checkpoints(out), step, state)
+                saved = dataclasses.replace(state, codes={})
+                checkpoint.save(checkpoints(out), step, saved)
                 if is_first:
                     plot.draw_curves(out, recipe)
             stop.check()

@@ -61,16 +61,23 @@ def config(
 
 
 def trainer(
-    config: LlamaConfig, dot_general: Any, *, learns: bool = False
+    config: LlamaConfig,
+    dot_general: Any,
+    *,
+    learns: bool = False,
+    keeps_codes: bool = False,
 ) -> tuple[step.TrainState, Any]:
     """The initial training state of a model and its jitted training step.
 
-    The learning rate is the example's, or too small to matter.
+    The learning rate is the example's, or too small to matter. The optimizer may write
+    the codes of weights, which are then in the state.
     """
     llama = Llama(config, dot_general)
     rate = Config.lr if learns else _NO_LEARNING
-    optimizer, schedule = step.make_optimizer(Config(steps=1000, lr=rate))
+    options = Config(steps=1000, lr=rate, optimizer_codes=keeps_codes)
+    optimizer, schedule = step.make_optimizer(options)
     state = step.init_state(llama, optimizer, None, seed=0)
+    state = step.add_codes(llama, optimizer, state)
     return state, step.make_train_step(llama, optimizer, schedule)
 
 
@@ -79,6 +86,7 @@ class Program(NamedTuple):
 
     The shape is ``(hidden, intermediate, layers, sequences of a microbatch)`` and, if
     there are several, the microbatches; the mesh is as in ``--mesh`` of the trainer.
+    If it keeps codes, the optimizer writes them.
     """
 
     name: str
@@ -86,6 +94,7 @@ class Program(NamedTuple):
     shape: tuple[int, ...]
     mesh: str = ""
     unroll: bool = False
+    keeps_codes: bool = False
 
     def batch(self) -> tuple[int, int, int]:
         """The microbatches, their sequences, and the tokens of a sequence."""
@@ -117,7 +126,7 @@ def train(
         size = (microbatches, sequences, length + 1)
         draw = np.random.default_rng(0).integers
         tokens = distribute(draw(0, VOCABULARY, size, np.int32))
-        state, step = trainer(llama, product)
+        state, step = trainer(llama, product, keeps_codes=program.keeps_codes)
         compiled, compile_s, (state, _) = measure.first_call(step, state, tokens)
         for _ in range(steps):
             state, metrics = compiled(state, tokens)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from experiments.bench import harness
-from fbq_jax.bench import measure
+from fbq_jax.bench import layers, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, with_ratios
 
@@ -22,15 +22,28 @@ def rows(
     """Measures each of these shapes of `harness.Program`.
 
     Layers are in a loop, and then unrolled, each compared with bf16 of the same kind. A
-    step is AdamW on float32 weights, always with the same random tokens. Raises
+    step is AdamW on float32 weights, always with the same random tokens; where codes
+    are kept, AdamW writes those of the weights. Raises
     WrongResultError if the loss or the gradient norm differs from bf16's by more than
     INT8 may.
     """
     for shape in shapes:
         for unroll in (False, True):
+            recipes = harness.recipes()
             programs = [
                 harness.Program(name, recipe, shape, unroll=unroll)
-                for name, recipe in harness.recipes().items()
+                for name, recipe in recipes.items()
+            ]
+            programs += [
+                harness.Program(
+                    layers.name_with_codes(name),
+                    recipes[name],
+                    shape,
+                    unroll=unroll,
+                    keeps_codes=True,
+                )
+                for name in layers.RECIPES
+                if name in recipes
             ]
             yield from with_ratios(_measure(programs, implementation, effort))
 

@@ -7,14 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from fbq_jax import recipes
+from fbq_jax import optim, recipes
 from fbq_jax.bench import matmuls
 from fbq_jax.bench.compare import Program, compile_step
 from fbq_jax.linen.dot import FallbackDot
+from fbq_jax.linen.state import codes_collection
+from fbq_jax.linen.step_codes import quantize_weights_once
 from fbq_jax.nnx import dot as nnx_dot
 from fbq_jax.recipes.schema import Recipe
 
@@ -24,6 +27,9 @@ RECIPES = ("block", "fallback")
 LEARNING_RATE = 0.01
 # The state of a layer does not depend on its size, so it is made by small layers.
 _SMALL = 128
+
+#: The collection of codes that the optimizer writes.
+CODES = codes_collection("fallback")
 
 Kernels = Sequence[jax.Array]
 # What is differentiated, with the kernels as ``"params"``, and what else moves.
@@ -76,13 +82,18 @@ class Stack:
 
 
 def training_step(stack: Stack, state: State, x: jax.Array, key: jax.Array) -> Any:
-    """Gradient and SGD update: ``(state, loss)``."""
+    """Gradient and SGD update: ``(state, loss)``.
+
+    A state with codes of the weights gets new ones with the update.
+    """
     trained, moving = state
 
     def loss(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
         y, moved = stack.forward((trained, moving), x, key)
         return jnp.mean(jnp.square(y.astype(jnp.float32))), moved
 
+    if CODES in moving:
+        return _step_with_codes(loss, trained, {CODES: moving[CODES]})
     (value, moved), grads = jax.value_and_grad(loss, has_aux=True)(trained)
     params = jax.tree.map(
         lambda param, grad: param - LEARNING_RATE * grad,
@@ -90,6 +101,18 @@ def training_step(stack: Stack, state: State, x: jax.Array, key: jax.Array) -> A
         grads["params"],
     )
     return ({**grads, "params": params}, moved), value
+
+
+def _step_with_codes(
+    loss: Callable[..., Any], trained: dict[str, Any], codes: dict[str, Any]
+) -> Any:
+    """``training_step`` whose optimizer writes the codes of the weights."""
+    writer, params = optim.with_codes(optax.sgd(LEARNING_RATE)), trained["params"]
+    weights = {"params": writer.differentiable(params, codes)}
+    (value, moved), grads = jax.value_and_grad(loss, has_aux=True)(weights)
+    state = writer.init(params)
+    params, _, codes = writer.update(grads["params"], state, params, codes)
+    return ({"params": params}, {**moved, **codes}), value
 
 
 def products_step(
@@ -134,9 +157,13 @@ def linen_stack(
     depth: int,
     *,
     recipe: Recipe | None = None,
+    keeps_codes: bool = False,
     **options: Any,
 ) -> Stack:
-    """A stack of ``nn.Dense`` with these options; its state is the collections."""
+    """A stack of ``nn.Dense`` with these options; its state is the collections.
+
+    If it keeps codes, they are a part of the state that moves.
+    """
 
     def init() -> dict[str, Any]:
         """The collections without the parameters, which XLA does not compute."""
@@ -156,6 +183,10 @@ def linen_stack(
         }
         if OVERWRITE_WITH_GRADIENT in moving:
             trained[OVERWRITE_WITH_GRADIENT] = moving.pop(OVERWRITE_WITH_GRADIENT)
+        if keeps_codes:
+            model = _Dense(tuple(kernel.shape[1] for kernel in kernels), options)
+            x = jnp.zeros((_SMALL, kernels[0].shape[0]), jnp.bfloat16)
+            moving |= quantize_weights_once(model, {**trained, **moving}, x)
         return trained, moving
 
     def forward(state: State, x: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -163,7 +194,10 @@ def linen_stack(
         kernels = jax.tree.leaves(trained["params"])
         widths = tuple(kernel.shape[1] for kernel in kernels)
         y, moved = _Dense(widths, options).apply(
-            moving | trained, x, rngs={"params": key}, mutable=list(moving)
+            moving | trained,
+            x,
+            rngs={"params": key},
+            mutable=[name for name in moving if name != CODES],
         )
         return y, dict(moved)
 
@@ -224,6 +258,26 @@ def nnx_stack(name: str, implementation: str | None) -> Stack:
 def bf16(depth: int) -> Stack:
     """The stack of unquantized layers."""
     return linen_stack("bf16", "xla", depth)
+
+
+def name_with_codes(name: str) -> str:
+    """The name of a row of a recipe whose optimizer writes codes."""
+    return f"{name}, codes kept"
+
+
+def with_codes(depth: int, name: str, implementation: str | None) -> Stack:
+    """The stack of ``nn.Dense`` by a named recipe whose optimizer writes codes."""
+    recipe = recipes.NAMED[name]
+    backend = matmuls.forward_choice(recipe, implementation).backend
+    dot = FallbackDot(recipe, implementation=implementation)
+    return linen_stack(
+        name_with_codes(name),
+        backend,
+        depth,
+        recipe=recipe,
+        keeps_codes=True,
+        dot_general=dot,
+    )
 
 
 def flax_fp8(depth: int) -> Stack:

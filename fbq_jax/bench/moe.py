@@ -19,7 +19,9 @@ from fbq_jax.core.layer_stats import mean_rate
 from fbq_jax.experts.routing import Routing
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.linen.moe import MoEMLP
+from fbq_jax.linen.step_codes import quantize_weights_once
 from fbq_jax.ops import dispatch
+from fbq_jax.optim.code_writer import write_codes
 
 #: ``(tokens, D, F, experts, experts of a token)`` of Mixtral 8x7B and Qwen3-30B-A3B.
 SHAPES = ((8192, 4096, 14336, 8, 2), (4096, 2048, 768, 128, 8))
@@ -35,16 +37,19 @@ def rows(
 ) -> Iterator[Row]:
     """Measures ``MoEMLP`` for each ``(tokens, D, F, experts, experts of a token)``.
 
-    A step is forward and gradient, without an update; thresholds move.  Parameters and
+    A step is forward and gradient, without an update; thresholds move.  Where codes are
+    kept, it ends with new ones of all weights, as an update would.  Parameters and
     tokens are bf16.  Work counts the experts' products.  The baseline multiplies in
     bf16 by Tokamax where that is installed, else by ``lax.ragged_dot``, and saves the
     gate in bf16; the recipes save it as ``MoEMLP`` does by default.
     """
     choice = dispatch.choose("matmul", (128, 128, 128), implementation=implementation)
-    products = [_bf16()]
+    products: list[tuple[Any, ...]] = [_bf16()]
     for name in layers.RECIPES:
         dot = FallbackDot(recipes.NAMED[name], implementation=choice.implementation)
         products.append((name, choice.backend, dot))
+        kept = layers.name_with_codes(name)
+        products.append((kept, choice.backend, dot, True))
     for shape in shapes:
         tokens, width, hidden, _, top_k = shape
         keys = jax.random.split(jax.random.key(0), 3)
@@ -58,7 +63,7 @@ def rows(
             (params, x, dy),
             _LIMITS,
             _SETTLING_STEPS,
-        ).rows([_program(shape, *p, (params, x, dy)) for p in products], effort)
+        ).rows([_program(shape, (params, x, dy), *p) for p in products], effort)
 
 
 def _bf16() -> tuple[str, str, Any]:
@@ -72,11 +77,16 @@ def _bf16() -> tuple[str, str, Any]:
 
 
 def _program(
-    shape: tuple[int, ...], name: str, backend: str, dot: Any, inputs: tuple[Any, ...]
+    shape: tuple[int, ...],
+    inputs: tuple[Any, ...],
+    name: str,
+    backend: str,
+    dot: Any,
+    keeps_codes: bool = False,
 ) -> Program:
     """The step of a mixture of experts with this ``dot_general``."""
-    layer = _layer(shape, dot)
-    start = functools.partial(_first_state, layer, inputs[1])
+    layer, (params, x, _) = _layer(shape, dot), inputs
+    start = functools.partial(_first_state, layer, params, x, keeps_codes)
     compiled, seconds = compile_step(_step_of(layer), start(), *inputs)
     falls_back = isinstance(dot, FallbackDot) and dot.recipe.criterion is not None
     rates = (lambda state: [mean_rate(state) or 0.0]) if falls_back else (lambda _: [])
@@ -94,25 +104,35 @@ def _layer(shape: tuple[int, ...], dot_general: Any) -> MoEMLP:
     )
 
 
-def _first_state(layer: MoEMLP, x: jax.Array) -> Variables:
-    def init() -> Variables:
+def _first_state(
+    layer: MoEMLP, params: Variables, x: jax.Array, keeps_codes: bool
+) -> Variables:
+    def init(params: Variables) -> Variables:
         variables = dict(layer.init(jax.random.key(0), x[:1]))
         del variables["params"]
+        if keeps_codes:
+            known = {"params": params, **variables}
+            variables |= quantize_weights_once(layer, known, x)
         return variables
 
-    return jax.jit(init)()
+    return jax.jit(init)(params)
 
 
 def _step_of(layer: MoEMLP) -> Callable[..., tuple[Variables, Any]]:
     """The function ``(state, params, x, dy) -> (state, (y, dx, dw))``."""
 
     def step(state: Variables, params: Variables, x: jax.Array, dy: jax.Array) -> Any:
+        moving = [name for name in state if name != layers.CODES]
+
         def forward(params: Variables, x: jax.Array) -> Any:
             variables = {"params": params, **state}
-            return layer.apply(variables, x, mutable=list(state))
+            return layer.apply(variables, x, mutable=moving)
 
         y, vjp, moved = jax.vjp(forward, params, x, has_aux=True)
         grads, dx = vjp(dy)
-        return dict(moved), (y, dx, grads["gate_up"]["kernel"])
+        moved = dict(moved)
+        if layers.CODES in state:
+            moved |= write_codes({layers.CODES: state[layers.CODES]}, params)
+        return moved, (y, dx, grads["gate_up"]["kernel"])
 
     return step

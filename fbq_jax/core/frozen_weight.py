@@ -14,7 +14,7 @@ visitor asks them (``fbq_jax.core.visitors``).
 
 import functools
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -133,21 +133,43 @@ class FrozenWeight(WeightCodes):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes"],
-    meta_fields=["axes", "dtype"],
+    meta_fields=["axes", "dtype", "config", "parameter", "as_matrix"],
 )
 @dataclass(frozen=True)
 class StepWeight(WeightCodes):
-    """The codes of a layer's weight, for all microbatches of a step.
+    """The codes of a layer's weight beside its floats, for all calls of a step.
 
     Attributes:
       codes: the codes that the layer's forward and backward products read.
       axes: the contracting and the batch dimensions of the product's right operand.
       dtype: the dtype of the right operand.
+      config: how the layer quantizes.
+      parameter: the path of the weight in the parameters of a Linen model.
+      as_matrix: makes the right operand from the weight; None if they are the same.
     """
 
     codes: Layouts
     axes: Axes
     dtype: Any
+    config: DotConfig
+    parameter: tuple[str, ...] = ()
+    as_matrix: Callable[[jax.Array], jax.Array] | None = None
+
+    def of(self, weight: jax.Array) -> "StepWeight":
+        """The codes of another weight, which may be a stack of layers."""
+
+        def quantize(weight: jax.Array) -> Layouts:
+            operand = weight.astype(self.dtype)
+            if self.as_matrix is not None:
+                operand = self.as_matrix(operand)
+            contract, batch = self.axes
+            dims = (contract, contract), (batch, batch)
+            return quantize_step_weight(self.config, operand, dims).codes
+
+        stacked = jax.tree.leaves(self.codes)[0].ndim - 3
+        for _ in range(stacked):
+            quantize = jax.vmap(quantize)
+        return replace(self, codes=quantize(weight))
 
     def codes_for(self, product: Any) -> Layouts:
         """The codes, for a product of a layer.
@@ -169,7 +191,21 @@ class StepWeight(WeightCodes):
                 "quantize_weights_once with arguments of the types that the step "
                 "passes, and slice codes of stacked layers as their parameters"
             )
+        self._check_live(product)
         return self.codes
+
+    def _check_live(self, product: Any) -> None:
+        """Raises ValueError if the codes are seen to be of another weight."""
+        leaves = (product.rhs, *jax.tree.leaves(self.codes))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return  # its values are not known here
+        dims = product.dimension_numbers
+        fresh = quantize_step_weight(self.config, product.operand(), dims)
+        if differ(self.codes, fresh.codes):
+            raise ValueError(
+                f"layer {product.layer!r} has codes of another weight: make codes of "
+                "these parameters with write_codes (fbq_jax.optim, fbq_jax.nnx)"
+            )
 
 
 def has_both(layer: str) -> ValueError:
@@ -328,7 +364,7 @@ def quantize_step_weight(
 
     matrices = rhs_matrix(w, dimension_numbers)
     codes = apply_by_rows(quantize, matrices, specs_of=specs_of)
-    return StepWeight(codes, rhs_axes(dimension_numbers), w.dtype)
+    return StepWeight(codes, rhs_axes(dimension_numbers), w.dtype, config)
 
 
 def quantizes_weights(recipe: Recipe) -> bool:

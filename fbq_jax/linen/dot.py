@@ -149,7 +149,7 @@ class FallbackDot(DotGeneral):
         x: jax.Array,
         rhs: jax.Array,
         dimension_numbers: DimensionNumbers,
-        as_matrix: Callable[[jax.Array], jax.Array] = lambda w: w,
+        as_matrix: Callable[[jax.Array], jax.Array] | None = None,
         *,
         ignores_precision: bool = False,
     ) -> LayerDot | None:
@@ -160,7 +160,7 @@ class FallbackDot(DotGeneral):
           rhs: the weight.
           dimension_numbers: of the product.
           as_matrix: makes the right operand of the product from ``rhs``, to quantize it
-            apart from the product.
+            apart from the product; None if they are the same.
           ignores_precision: whether the layer asked for a precision that is ignored.
         """
         module = calling_module(self.collection)

@@ -172,7 +172,7 @@ class LayerWeight:
       module: the layer.
       variable: holds the layer's state.
       rhs: the weight.
-      as_matrix: makes the right operand of the product from it.
+      as_matrix: makes the right operand of the product from it; None if it is that.
       dimension_numbers: of the product.
       parameter: the parameter that is the weight; None in a product of two activations.
       ignores_precision: whether the layer asked for a precision that is ignored.
@@ -182,7 +182,7 @@ class LayerWeight:
     module: nn.Module
     variable: Variable
     rhs: jax.Array
-    as_matrix: Callable[[jax.Array], jax.Array]
+    as_matrix: Callable[[jax.Array], jax.Array] | None
     dimension_numbers: DimensionNumbers
     parameter: Parameter | None
     ignores_precision: bool
@@ -217,7 +217,7 @@ class LayerWeight:
 
     def operand(self) -> jax.Array:
         """The right operand of the product."""
-        return self.as_matrix(self.rhs)
+        return self.rhs if self.as_matrix is None else self.as_matrix(self.rhs)
 
     def codes(self) -> FoundCodes:
         """The codes that the layer's variables have, and whether it is frozen.

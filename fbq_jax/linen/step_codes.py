@@ -7,9 +7,12 @@ there multiplies by them, and does not quantize its weight.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import jax
 from flax import linen as nn
+from flax.core import DenyList
 
 from fbq_jax.core.frozen_weight import (
     Making,
@@ -18,9 +21,8 @@ from fbq_jax.core.frozen_weight import (
     quantize_step_weight,
     quantizes_weights,
 )
-from fbq_jax.core.visitors import FoundCodes, visiting
+from fbq_jax.core.visitors import FoundCodes, WeightCodes, visiting
 from fbq_jax.linen.state import KERNEL, WEIGHT, LayerWeight, codes_collection
-from fbq_jax.linen.tracing import ALL_STATE
 from fbq_jax.model_kind import check_linen
 
 
@@ -82,13 +84,27 @@ def quantize_weights_once(
     check_linen("quantize_weights_once", model)
     kwargs = {name: value for name, value in kwargs.items() if name != "mutable"}
     making = _StepCodes()
+    # Others may change, too, as in training; the changes are dropped.
+    mutable = DenyList(("params", *_frozen_collections(variables)))
     with visiting(making):
-        # Other collections may change, too, as in training; the changes are dropped.
-        _, updates = model.apply(variables, *args, mutable=ALL_STATE, **kwargs)
+        _, updates = model.apply(variables, *args, mutable=mutable, **kwargs)
     collections = {collection for _, collection in making.made.values()}
     codes = {name: updates[name] for name in collections if name in updates}
     check_found(codes, making.left, stacklevel=2)
     return codes
+
+
+def _frozen_collections(variables: Mapping[str, Any]) -> list[str]:
+    """The collections with codes of frozen layers, which do not train."""
+
+    def is_codes(x: Any) -> bool:
+        return isinstance(x, WeightCodes)
+
+    return [
+        name
+        for name, tree in variables.items()
+        if any(map(is_codes, jax.tree.leaves(tree, is_leaf=is_codes)))
+    ]
 
 
 class _StepCodes(Making):
@@ -120,6 +136,9 @@ class _StepCodes(Making):
             )
         weight = quantize_step_weight(
             product.config, product.operand(), product.dimension_numbers
+        )
+        weight = replace(
+            weight, parameter=product.parameter.path, as_matrix=product.as_matrix
         )
         module.put_variable(collection, product.variable.name, weight)
         self.made[product.layer] = weight.axes, collection

@@ -23,6 +23,9 @@ from fbq_jax.nnx.moe import RouterLoss as RouterLoss
 from fbq_jax.nnx.naming import name_layers as name_layers
 from fbq_jax.nnx.norms import LayerNorm as LayerNorm
 from fbq_jax.nnx.norms import RMSNorm as RMSNorm
+from fbq_jax.nnx.optimizer import CodeOptimizer as CodeOptimizer
+from fbq_jax.nnx.optimizer import assert_live as assert_live
+from fbq_jax.nnx.optimizer import write_codes as write_codes
 from fbq_jax.nnx.rules import quantize as quantize
 from fbq_jax.nnx.sharing import check_unshared as check_unshared
 from fbq_jax.nnx.stats import fallback_stats as fallback_stats

@@ -49,6 +49,10 @@ class StepCodes(nnx.Variable):
     """The codes of a weight in ``quantize_weights_once``, a ``StepWeight``."""
 
 
+class KeptCodes(StepCodes):
+    """The codes of a weight that a ``CodeOptimizer`` keeps."""
+
+
 #: Whether a context of ``quantize_weights_once`` is active.
 in_step = jax.make_user_context(False)
 #: Whether ``evaluation`` is active.  Part of the key of JAX's trace caches: a layer
@@ -367,7 +371,7 @@ class FallbackDot(DotGeneral, nnx.Module):
             return Layouts(None, self.weight.get_value()), True
         if self.step_codes is None:
             return None, False
-        if not in_step.value:
+        if not in_step.value and not isinstance(self.step_codes, KeptCodes):
             raise ValueError(
                 f"{product.layer} has codes of a step, and its weight may be another "
                 "one by now: call nnx.split, nnx.merge and the model inside the "

@@ -110,6 +110,7 @@ def freeze(model: M, *args: Any, **kwargs: Any) -> M:
     )
     for path, weight in layers.items():
         weight.dot.weight = nnx.data(FrozenCodes(weights[path]))
+        weight.dot.step_codes = nnx.static(None)  # of a weight that it loses
         weight.dot.axes = making.made[path][0]
         value = getattr(weight.layer, weight.name)
         if weight.parameter not in kept and isinstance(value, nnx.Param):

@@ -16,6 +16,7 @@ from fbq_jax.core.frozen_weight import (
 from fbq_jax.core.tracing import UnknownDependentsError
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.dot import (
+    FallbackDot,
     Layer,
     StepCodes,
     dot_of,
@@ -78,6 +79,26 @@ def quantize_weights_once(
     >>> print(layer.dot_general.step_codes)
     None
     """
+    dots, weights = find_weights(model, args, kwargs, stacklevel=4)
+    before = {path: dots[path].step_codes for path in weights}
+    for path, weight in weights.items():
+        dots[path].step_codes = nnx.data(StepCodes(weight))
+    try:
+        with in_step(True):
+            yield
+    finally:
+        for path, codes in before.items():
+            dots[path].step_codes = nnx.static(None) if codes is None else codes
+
+
+def find_weights(
+    model: nnx.Module, args: Any, kwargs: Any, stacklevel: int
+) -> tuple[dict[str, FallbackDot], dict[str, Any]]:
+    """The ops of a model, and the codes of their weights, by their paths.
+
+    Arguments and errors are as in ``quantize_weights_once``; ``stacklevel`` says where
+    warnings point, as seen from here.
+    """
     check_nnx("quantize_weights_once", model)
     check_unshared(model)
     dots = {
@@ -106,12 +127,5 @@ def quantize_weights_once(
     weights = make_weights(
         name_ops(model), MakingCodes(constant, for_step=True), args, kwargs
     )
-    check_found(weights, dots.keys() - weights.keys(), stacklevel=3)
-    for path, weight in weights.items():
-        dots[path].step_codes = nnx.data(StepCodes(weight))
-    try:
-        with in_step(True):
-            yield
-    finally:
-        for path in weights:
-            dots[path].step_codes = nnx.static(None)
+    check_found(weights, dots.keys() - weights.keys(), stacklevel=stacklevel)
+    return dots, weights

@@ -18,7 +18,7 @@ from examples.llama import checkpoint, mesh, metrics, step, train
 from examples.llama.build import build
 from examples.llama.model import Llama
 from examples.llama.train import parse_command
-from fbq_jax import fallback_dot
+from fbq_jax import fallback_dot, quantize_weights_once
 from tests.examples.small import small_config
 
 SIZES = ["--hidden=256", "--ffn=256", "--layers=1", "--heads=2", "--seq=128"]
@@ -130,6 +130,41 @@ def test_every_matrix_is_sharded():
     assert specs[f"{experts}/gate_up/kernel"] == P(None, ("tensor",), ("fsdp",), None)
     assert specs[f"{experts}/down/kernel"] == P(None, ("tensor",), None, ("fsdp",))
     assert specs[f"{experts}/router/kernel"] == P(None, None, None)
+
+
+def test_codes_are_sharded_as_their_weights():
+    def specs_of(**changes):
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "saved_bits": 10}
+        config = small_config(**sizes, **changes)
+        model, tokens = Llama(config, fallback_dot), jnp.zeros((1, 1), int)
+
+        def make():
+            variables = model.init(jax.random.key(0), tokens)
+            return quantize_weights_once(model, variables, tokens)["fallback_codes"]
+
+        with jax.set_mesh(mesh.make("fsdp=2,tensor=2")):
+            codes = mesh.specs({"fallback_codes": jax.eval_shape(make)})
+        mlp = codes["fallback_codes"]["layers"]["mlp"]
+        found = mlp.get("experts", mlp)["gate_up"]["dot_general"].codes
+        return found.rowwise.codes, found.colwise.codes
+
+    fsdp, tensor = ("fsdp",), ("tensor",)
+    assert specs_of() == (P(None, None, fsdp, tensor), P(None, None, tensor, fsdp))
+    of_experts = P(None, tensor, fsdp, None), P(None, tensor, None, fsdp)
+    assert specs_of(num_experts=4) == of_experts
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("more", [[], ["--experts=4"]], ids=str)
+def test_an_optimizer_writes_codes_on_several_devices(more, text, tmp_path):
+    options = [*SIZES, *RUN, "--mesh=fsdp=2,tensor=2", *more]
+    runs = []
+    for codes in [], ["--optimizer-codes"]:
+        out = tmp_path / str(len(codes))
+        assert train.main([*options, *codes, f"--data={text}", f"--out={out}"]) == 0
+        runs.append([record["loss"] for record in metrics.read(out / "metrics.jsonl")])
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(

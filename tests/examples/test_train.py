@@ -436,6 +436,7 @@ def test_a_new_run_takes_no_files_of_another(config, run, capsys):
         ("--saved-bits=16", "saved_bits takes an integer from 4 to 12 or 0 or None"),
         ("--reduce=fp8", "reduce takes one of float32, .*, int8 or None, got 'fp8'"),
         ("--reduce=int8 --recipe=bf16", "INT8 recipes only, got 'int8' with bf16"),
+        ("--optimizer-codes --recipe=bf16", "INT8 recipes only, got bf16"),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
         ("--experts=0", "experts takes an integer from 1 to 2147483647 or None, got 0"),
         ("--experts=4 --top-k=0", f"top_k takes {I31} or None, got 0"),
@@ -577,6 +578,19 @@ def test_microbatches_share_the_codes_of_weights(changes, monkeypatch):
     monkeypatch.setattr(step, "quantize_weights_once", lambda *_: calls.append(1) or {})
     jax.tree.map(np.testing.assert_array_equal, with_codes, trained())
     assert calls == [1]
+
+
+def test_an_optimizer_writes_codes(config, whole_run, tmp_path, monkeypatch):
+    """Losses are those without codes, also of a run that stops and resumes."""
+    config = dataclasses.replace(config, optimizer_codes=True)
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(config, tmp_path / "run")
+    # The checkpoint has no codes, or it would not be that of a state without any.
+    assert last_state(config, tmp_path / "run").codes == {}
+    train.train(config, tmp_path / "run", resume=True)
+    assert records_of(tmp_path / "run") == records_of(whole_run)
 
 
 @pytest.mark.exhaustive

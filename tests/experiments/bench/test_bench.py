@@ -66,25 +66,28 @@ def test_profile(monkeypatch):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("section", "sizes", "steps", "recipe"),
+    ("section", "sizes", "steps", "compared"),
     rows_with_first_fast(
         [
-            (train, (128, 256, 1, 2), 1, None),  # test_block covers the recipes
-            (accumulation, (128, 256, 1, 2, 3), 3, recipes.block),
+            # test_block covers the recipes
+            (train, (128, 256, 1, 2), 1, {"other": None}),
+            (accumulation, (128, 256, 1, 2, 3), 3, {"block": recipes.block}),
         ]
     ),
 )
-def test_whole_steps(section, sizes, steps, recipe, monkeypatch):
-    monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, "other": recipe})
+def test_whole_steps(section, sizes, steps, compared, monkeypatch):
+    monkeypatch.setattr(harness, "recipes", lambda: {"bf16": None, **compared})
     monkeypatch.setattr(harness, "VOCABULARY", 256)
     measured = list(section.rows([sizes], **OPTIONS))
     weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
     check_rates(measured, lambda _: steps * 6 * 2 * 128 * (weights + 128 * 128))
-    names = ["bf16", "other", "bf16, unrolled", "other, unrolled"]
-    assert [row.what for row in measured] == names
+    names = ["bf16", *compared]
+    names += ["block, codes kept"] * ("block" in compared)
+    unrolled = [f"{name}, unrolled" for name in names]
+    assert [row.what for row in measured] == names + unrolled
     assert {row.shape for row in measured} == {sizes}
-    assert measured[0].ratio == measured[2].ratio == 1.0
-    if recipe is None:
+    assert measured[0].ratio == measured[len(names)].ratio == 1.0
+    if "other" in compared:
         for row in measured:
             assert row.errors == {"loss": 0.0, "grad_norm": 0.0}
             assert row.peak_bytes > 0
@@ -100,9 +103,10 @@ def tiny_steps(monkeypatch):
         new = dataclasses.replace(state, params=state.params + 0.25)
         return new, {"loss": loss}
 
-    def trainer(config, dot_general, *, learns=False):
+    def trainer(config, dot_general, *, learns=False, keeps_codes=False):
         state = TrainState(jnp.int32(0), jnp.float32(1.0), {}, {}, ())
         assert dot_general is None
+        assert not keeps_codes
         assert learns == (config.max_seq_len == parity.SEQUENCE)
         assert config.saved_bits is None
         return jax.device_put(state, mesh.shardings(state)), step
