@@ -89,30 +89,37 @@ def rows(
 
 
 def speed() -> str:
-    """Speedups over bf16 of what users run, on an H200."""
-    return _speeds(SECTIONS)
+    """Speedups over bf16 of what users run, on an H200, and of unrolled layers."""
+    title, *of_step = SPEEDS[-2]
+    on_h100 = [(f"{title}, on an H100", *of_step)]
+    return _speeds([*_cells(SPEEDS, SECTIONS), *_cells(on_h100, H100)])
 
 
 def speeds() -> str:
     """Speedups over bf16 of what users run, on an H200 and on an H100."""
-    return _speeds(SECTIONS, H100)
+    return _speeds(_cells(SPEEDS, SECTIONS, H100))
 
 
-def _speeds(*files: Mapping[str, Any]) -> str:
+PROGRAMS = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
+
+
+def _speeds(cells: Iterable[list[str]]) -> str:
+    return table(("", *(f"`{name}`" for name in PROGRAMS), "Flax's FP8"), cells)
+
+
+def _cells(
+    steps: Iterable[tuple[str, str, tuple[int, ...]]], *files: Mapping[str, Any]
+) -> Iterator[list[str]]:
     """Speedups by program; several files share a cell."""
-    names = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
-    programs = (*names, "Flax Fp8DotGeneral")
-    cells = []
-    for title, section, shape in SPEEDS:
+    for title, section, shape in steps:
         measured = [rows(section, shape, sections) for sections in files]
         for kind in ("", UNROLLED):
             of_programs = [
                 [ratio(found.get(what + kind)) for found in measured]
-                for what in programs
+                for what in (*PROGRAMS, "Flax Fp8DotGeneral")
             ]
             if any(of_programs[0]):
-                cells.append([title + kind, *map(_joined, of_programs)])
-    return table(("", *(f"`{name}`" for name in names), "Flax's FP8"), cells)
+                yield [title + kind, *map(_joined, of_programs)]
 
 
 def _joined(ratios: list[str]) -> str:
