@@ -90,8 +90,8 @@ def rows(
 
 def speed() -> str:
     """Speedups over bf16 of what users run, on an H200, and of unrolled layers."""
-    title, *of_step = SPEEDS[-2]
-    on_h100 = [(f"{title}, on an H100", *of_step)]
+    title, section, shape = SPEEDS[-2]
+    on_h100 = [(f"{title}, on an H100", section, shape)]
     return _speeds([*_cells(SPEEDS, SECTIONS), *_cells(on_h100, H100)])
 
 
@@ -104,7 +104,7 @@ PROGRAMS = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
 
 
 def _speeds(cells: Iterable[list[str]]) -> str:
-    return table(("", *(f"`{name}`" for name in PROGRAMS), "Flax's FP8"), cells)
+    return table(("", *(f"`{name}`" for name in PROGRAMS), "Flax's FP8"), [*cells])
 
 
 def _cells(
