@@ -65,6 +65,7 @@ SPEEDS = (
     ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 4)),
     ("four microbatches, 22 layers of 2048", "accumulation", (2048, 5632, 22, 4, 4)),
 )
+PROGRAMS = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
 # Rows of layers that are not in a loop have these titles, and end with this.
 UNROLLED = ", unrolled"
 # The titles of rows of both kinds.
@@ -98,9 +99,6 @@ def speed() -> str:
 def speeds() -> str:
     """Speedups over bf16 of what users run, on an H200 and on an H100."""
     return _speeds(_cells(SPEEDS, SECTIONS, H100))
-
-
-PROGRAMS = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
 
 
 def _speeds(cells: Iterable[list[str]]) -> str:
@@ -166,18 +164,14 @@ def losses() -> str:
     of_seeds = run_tables.by_seed(runs, result_files.last_val_loss)
 
     def cells(what: str) -> Iterator[str]:
-        yield f"`{what}`" if what in recipes.NAMED or what == "fp8_delayed" else what
-        yield (
-            f"{statistics.fmean(of_seeds[what].values()):.4f}"
-            if what in of_seeds
-            else ""
-        )
-        if what in of_seeds and what != "bf16":
+        row, values = PRETRAINING[what], of_seeds.get(what)
+        compared = "", ""
+        if values is not None and what != "bf16":
             difference = run_tables.relative(of_seeds, what, "bf16")
-            yield from run_tables.mean_and_interval(difference)
-        else:
-            yield from ("", "")
-        row = PRETRAINING[what]
+            compared = run_tables.mean_and_interval(difference)
+        yield what if what.startswith("bf16") else f"`{what}`"
+        yield "" if values is None else f"{statistics.fmean(values.values()):.4f}"
+        yield from compared
         yield f"{row['tokens_per_s']:,.0f}"
         yield f"{row['peak_bytes'] / 1e9:.1f}"
 

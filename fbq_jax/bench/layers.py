@@ -265,21 +265,6 @@ def name_with_codes(name: str) -> str:
     return f"{name}, codes kept"
 
 
-def with_codes(depth: int, name: str, implementation: str | None) -> Stack:
-    """The stack of ``nn.Dense`` by a named recipe whose optimizer writes codes."""
-    recipe = recipes.NAMED[name]
-    backend = matmuls.forward_choice(recipe, implementation).backend
-    dot = FallbackDot(recipe, implementation=implementation)
-    return linen_stack(
-        name_with_codes(name),
-        backend,
-        depth,
-        recipe=recipe,
-        keeps_codes=True,
-        dot_general=dot,
-    )
-
-
 def flax_fp8(depth: int) -> Stack:
     """The stack of layers with Flax's FP8 op."""
     op = nn.Fp8DotGeneral
@@ -287,12 +272,25 @@ def flax_fp8(depth: int) -> Stack:
 
 
 def linen(
-    depth: int, implementation: str | None, names: Sequence[str] = RECIPES
+    depth: int,
+    implementation: str | None,
+    names: Sequence[str] = RECIPES,
+    *,
+    keeps_codes: bool = False,
 ) -> Iterator[Stack]:
-    """Stacks of ``nn.Dense``, one for each named recipe that runs here."""
+    """Stacks of ``nn.Dense``, one for each named recipe that runs here.
+
+    If they keep codes, the optimizer writes them.
+    """
     for name, recipe, backend in matmuls.supported(names, implementation):
-        dot = FallbackDot(recipe, implementation=implementation)
-        yield linen_stack(name, backend, depth, recipe=recipe, dot_general=dot)
+        yield linen_stack(
+            name_with_codes(name) if keeps_codes else name,
+            backend,
+            depth,
+            recipe=recipe,
+            keeps_codes=keeps_codes,
+            dot_general=FallbackDot(recipe, implementation=implementation),
+        )
 
 
 def installed_int8_libraries(depth: int) -> Iterator[Stack]:

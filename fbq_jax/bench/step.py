@@ -62,7 +62,7 @@ def _stacks(depth: int, implementation: str | None) -> list[Stack]:
     """What is measured for every shape; bf16 is the first."""
     named = layers.linen(depth, implementation, matmuls.TIMED)
     nnx = layers.nnx_stack("fallback", implementation)
-    kept = [layers.with_codes(depth, name, implementation) for name in layers.RECIPES]
+    kept = layers.linen(depth, implementation, keeps_codes=True)
     return [layers.bf16(depth), layers.flax_fp8(depth), *named, *kept, nnx]
 
 

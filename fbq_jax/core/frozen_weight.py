@@ -144,7 +144,7 @@ class StepWeight(WeightCodes):
       axes: the contracting and the batch dimensions of the product's right operand.
       dtype: the dtype of the right operand.
       config: how the layer quantizes.
-      parameter: the path of the weight in the parameters of a Linen model.
+      parameter: the path of the weight in the parameters of the model.
       as_matrix: makes the right operand from the weight; None if they are the same.
     """
 

@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 from flax.nnx import OptState
 
-from fbq_jax.nnx.dot import KeptCodes, Layer, StepCodes, dot_of, layer_op
+from fbq_jax.nnx.dot import KeptCodes, StepCodes
 from fbq_jax.nnx.naming import dots_by_path
-from fbq_jax.nnx.step_codes import find_weights
+from fbq_jax.nnx.step_codes import layers_by_dot, make_step_weights
 from fbq_jax.optim import code_writer
 from fbq_jax.optim.code_writer import CodeWriter
 
@@ -133,17 +133,14 @@ def assert_live(model: nnx.Module) -> None:
 
 
 def _write_codes(model: nnx.Module, args: Any, kwargs: Any, stacklevel: int) -> None:
-    dots, weights = find_weights(model, args, kwargs, stacklevel=stacklevel)
+    dots, weights = make_step_weights(model, args, kwargs, stacklevel=stacklevel)
     # A kernel that layers share has one path.
     names = {id(value): path for path, value in nnx.iter_graph(model)}
-    kernels = {
-        id(dot_of(getattr(layer, layer_op(layer).name))): names[id(layer.kernel)]
-        for _, layer in nnx.iter_modules(model)
-        if isinstance(layer, Layer)
-    }
+    layers = layers_by_dot(model)
     for path, weight in weights.items():
         dot = dots[path]
-        kept = dataclasses.replace(weight, parameter=kernels[id(dot)])
+        parameter = names[id(layers[id(dot)].kernel)]
+        kept = dataclasses.replace(weight, parameter=parameter)
         dot.step_codes = nnx.data(KeptCodes(kept))
 
 

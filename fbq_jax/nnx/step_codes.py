@@ -79,7 +79,7 @@ def quantize_weights_once(
     >>> print(layer.dot_general.step_codes)
     None
     """
-    dots, weights = find_weights(model, args, kwargs, stacklevel=4)
+    dots, weights = make_step_weights(model, args, kwargs, stacklevel=4)
     before = {path: dots[path].step_codes for path in weights}
     for path, weight in weights.items():
         dots[path].step_codes = nnx.data(StepCodes(weight))
@@ -91,7 +91,7 @@ def quantize_weights_once(
             dots[path].step_codes = nnx.static(None) if codes is None else codes
 
 
-def find_weights(
+def make_step_weights(
     model: nnx.Module, args: Any, kwargs: Any, stacklevel: int
 ) -> tuple[dict[str, FallbackDot], dict[str, Any]]:
     """The ops of a model, and the codes of their weights, by their paths.
@@ -108,15 +108,13 @@ def find_weights(
         and dot.weight is None
         and not is_activations_dot(path.rpartition("/")[2])
     }
-    layers = {
-        id(dot_of(getattr(module, layer_op(module).name))): module
-        for _, module in nnx.iter_modules(model)
-        if isinstance(module, Layer) and unknown_weight(module) is None
-    }
+    layers = layers_by_dot(model)
     constant = {
         path
         for path, dot in dots.items()
-        if id(dot) in layers and has_constant_codes(dot.recipe)
+        if id(dot) in layers
+        and unknown_weight(layers[id(dot)]) is None
+        and has_constant_codes(dot.recipe)
     }
     args, kwargs = jax.tree.map(as_array, (args, kwargs))
     try:
@@ -129,3 +127,13 @@ def find_weights(
     )
     check_found(weights, dots.keys() - weights.keys(), stacklevel=stacklevel)
     return dots, weights
+
+
+def layers_by_dot(model: nnx.Module) -> dict[int, Layer]:
+    """The layer that multiplies by each ``FallbackDot``, by the ``id`` of the dot."""
+    layers = {}
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Layer):
+            dot = dot_of(getattr(module, layer_op(module).name))
+            layers[id(dot)] = module
+    return layers
