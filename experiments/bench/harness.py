@@ -14,7 +14,7 @@ from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from experiments.bench import memory
 from fbq_jax import FallbackDot, Recipe
-from fbq_jax.bench import matmuls, measure
+from fbq_jax.bench import layers, matmuls, measure
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row, row
 from fbq_jax.core.layer_stats import mean_rate
@@ -82,7 +82,7 @@ def trainer(
 
 
 class Program(NamedTuple):
-    """A training step to measure; ``name`` is that of its row.
+    """A training step to measure; ``name`` is its recipe's.
 
     The shape is ``(hidden, intermediate, layers, sequences of a microbatch)`` and, if
     there are several, the microbatches; the mesh is as in ``--mesh`` of the trainer.
@@ -95,6 +95,11 @@ class Program(NamedTuple):
     mesh: str = ""
     unroll: bool = False
     keeps_codes: bool = False
+
+    def row_name(self) -> str:
+        """The name of the row."""
+        name = layers.name_with_codes(self.name) if self.keeps_codes else self.name
+        return f"{name}, unrolled" if self.unroll else name
 
     def batch(self) -> tuple[int, int, int]:
         """The microbatches, their sequences, and the tokens of a sequence."""
@@ -110,14 +115,14 @@ def train(
     The model is freed on return, since the next one may need its memory. Returns the
     row of a step, and the metrics of the last step before timing.
     """
-    hidden, intermediate, layers, *_ = program.shape
+    hidden, intermediate, depth, *_ = program.shape
     microbatches, sequences, length = program.batch()
     backend, product = dot_general(program.recipe, implementation)
     llama = config(
         hidden,
         intermediate,
         length,
-        num_layers=layers,
+        num_layers=depth,
         vocab_size=VOCABULARY,
         quantized=program.recipe is not None,
         unroll=program.unroll,
@@ -136,7 +141,7 @@ def train(
     measured = row(
         timing,
         work(llama, math.prod(program.batch())),
-        what=f"{program.name}, unrolled" if program.unroll else program.name,
+        what=program.row_name(),
         implementation=backend,
         shape=program.shape,
         fallback=fallback,

@@ -29,21 +29,13 @@ def rows(
     """
     for shape in shapes:
         for unroll in (False, True):
-            recipes = harness.recipes()
             programs = [
-                harness.Program(name, recipe, shape, unroll=unroll)
-                for name, recipe in recipes.items()
-            ]
-            programs += [
                 harness.Program(
-                    layers.name_with_codes(name),
-                    recipes[name],
-                    shape,
-                    unroll=unroll,
-                    keeps_codes=True,
+                    name, recipe, shape, unroll=unroll, keeps_codes=keeps_codes
                 )
-                for name in layers.RECIPES
-                if name in recipes
+                for keeps_codes in (False, True)
+                for name, recipe in harness.recipes().items()
+                if not keeps_codes or name in layers.RECIPES
             ]
             yield from with_ratios(_measure(programs, implementation, effort))
 
