@@ -74,10 +74,11 @@ class Config:
         "dtype in which devices sum their partial INT8 products: float32, bfloat16, or "
         "int8 for weight gradients only (default: the model's dtype)",
     )
-    optimizer_codes: bool = option(
-        False,
+    optimizer_codes: bool | None = option(
+        None,
         "the optimizer writes the codes of the weights that it changes, and steps "
-        "quantize no weight; codes take 2 bytes per weight",
+        "quantize no weight; codes take 2 bytes per weight (default: yes, if norms, "
+        "gates and projections run fused in INT8)",
     )
     batch: Size = option(8, "sequences per step")
     accumulate: Size = option(1, "microbatches per step")

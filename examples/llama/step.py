@@ -59,7 +59,8 @@ class TrainState:
 
 def make_optimizer(config: Config) -> tuple[Optimizer, optax.Schedule]:
     """Returns AdamW with clipping, and its schedule: linear warmup, cosine decay."""
-    return _optimizer(config.steps, config.lr, config.clip, config.optimizer_codes)
+    writes_codes = bool(config.optimizer_codes)
+    return _optimizer(config.steps, config.lr, config.clip, writes_codes)
 
 
 # Cached, so that runs with the same optimizer or model share one compiled program.

@@ -5,7 +5,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,10 @@ def rows(
     """Measures ``MoEMLP`` for each ``(tokens, D, F, experts, experts of a token)``.
 
     A step is forward and gradient, without an update; thresholds move.  Where codes are
-    kept, it ends with new ones of all weights, as an update would.  Parameters and
-    tokens are bf16.  Work counts the experts' products.  The baseline multiplies in
-    bf16 by Tokamax where that is installed, else by ``lax.ragged_dot``, and saves the
-    gate in bf16; the recipes save it as ``MoEMLP`` does by default.
+    kept, an update writes them; there is a row with that part of the update, too.
+    Parameters and tokens are bf16.  Work counts the experts' products.  The baseline
+    multiplies in bf16 by Tokamax where that is installed, else by ``lax.ragged_dot``,
+    and saves the gate in bf16; the recipes save it as ``MoEMLP`` does by default.
     """
     choice = dispatch.choose("matmul", (128, 128, 128), implementation=implementation)
     products: list[tuple[Any, ...]] = [_bf16()]
@@ -49,7 +49,8 @@ def rows(
         dot = FallbackDot(recipes.NAMED[name], implementation=choice.implementation)
         products.append((name, choice.backend, dot))
         kept = layers.name_with_codes(name)
-        products.append((kept, choice.backend, dot, True))
+        products.append((kept, choice.backend, dot, "kept"))
+        products.append((f"{kept} and written", choice.backend, dot, "written"))
     for shape in shapes:
         tokens, width, hidden, _, top_k = shape
         keys = jax.random.split(jax.random.key(0), 3)
@@ -82,12 +83,13 @@ def _program(
     name: str,
     backend: str,
     dot: Any,
-    keeps_codes: bool = False,
+    codes: Literal["made", "kept", "written"] = "made",
 ) -> Program:
     """The step of a mixture of experts with this ``dot_general``."""
     layer, (params, x, _) = _layer(shape, dot), inputs
-    start = functools.partial(_first_state, layer, params, x, keeps_codes)
-    compiled, seconds = compile_step(_step_of(layer), start(), *inputs)
+    start = functools.partial(_first_state, layer, params, x, codes != "made")
+    step = _step_of(layer, writes_codes=codes == "written")
+    compiled, seconds = compile_step(step, start(), *inputs)
     falls_back = isinstance(dot, FallbackDot) and dot.recipe.criterion is not None
     rates = (lambda state: [mean_rate(state) or 0.0]) if falls_back else (lambda _: [])
     return Program(name, backend, compiled, start, seconds, rates)
@@ -118,7 +120,9 @@ def _first_state(
     return jax.jit(init)(params)
 
 
-def _step_of(layer: MoEMLP) -> Callable[..., tuple[Variables, Any]]:
+def _step_of(
+    layer: MoEMLP, *, writes_codes: bool
+) -> Callable[..., tuple[Variables, Any]]:
     """The function ``(state, params, x, dy) -> (state, (y, dx, dw))``."""
 
     def step(state: Variables, params: Variables, x: jax.Array, dy: jax.Array) -> Any:
@@ -132,6 +136,8 @@ def _step_of(layer: MoEMLP) -> Callable[..., tuple[Variables, Any]]:
         grads, dx = vjp(dy)
         moved = dict(moved)
         if layers.CODES in state:
+            moved[layers.CODES] = state[layers.CODES]
+        if writes_codes:
             moved |= write_codes({layers.CODES: state[layers.CODES]}, params)
         return moved, (y, dx, grads["gate_up"]["kernel"])
 

@@ -70,7 +70,8 @@ def test_moe():
     bf16, *others = measured
     assert bf16.what.startswith("bf16, ")
     assert bf16.errors == {"y": 0.0, "dx": 0.0, "dw": 0.0}
-    names = ["block", "block, codes kept", "fallback", "fallback, codes kept"]
+    codes = "", ", codes kept", ", codes kept and written"
+    names = [name + more for name in ("block", "fallback") for more in codes]
     assert [row.what for row in others] == names
     for row in others:
         is_fallback = "fallback" in row.what
