@@ -303,6 +303,7 @@ def matmul(
     groups: jax.Array | None = None,
     *,
     dtype: jax.typing.DTypeLike,
+    ordered: bool = True,
 ) -> jax.Array:
     """Multiplies ``lhs [B, M, K]`` with ``rhs [B, N, K]``.
 
@@ -326,6 +327,7 @@ def matmul(
         ascending order.  The product of one whose group is not in ``[0, G)`` has no
         meaning; here it is 0.  None if each matrix has its own.
       dtype: the dtype of the output.
+      ordered: kernels may add blocks of K in another order if it is false.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -333,6 +335,7 @@ def matmul(
     Raises:
       ValueError: the blocks of K differ, or rhs has two terms.
     """
+    del ordered  # they are always added in order here
     if isinstance(lhs, Unquantized):
         lhs = quantize_nearest(lhs)
     product_block(lhs, rhs)

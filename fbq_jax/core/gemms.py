@@ -208,6 +208,7 @@ class Rows:
             dtype=dtype,
             reduce=gemm.reduce,
             seeds=seeds,
+            ordered=gemm.ordered,
             implementation=spec.implementation,
         )
 
@@ -460,6 +461,7 @@ def _multiply_few_rows(
         w,
         dtype=spec.dtype,
         reduce=spec.recipe.fwd.reduce,
+        ordered=spec.recipe.fwd.ordered,
         implementation=spec.implementation,
     )
 

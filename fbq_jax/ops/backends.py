@@ -118,12 +118,15 @@ class Triton(Reference):
         groups: jax.Array | None = None,
         *,
         dtype: Any,
+        ordered: bool = False,
     ) -> jax.Array:
         """See ``reference.matmul``; the kernel for few rows reads rhs once."""
         if isinstance(lhs, Unquantized):
             from fbq_jax.kernels.triton import few_rows_quantize_gemm
 
-            return few_rows_quantize_gemm.matmul(lhs, rhs, dtype=dtype)
+            return few_rows_quantize_gemm.matmul(
+                lhs, rhs, dtype=dtype, ordered=ordered
+            )
         if groups is not None:
             return self._grouped_gemm().matmul(lhs, rhs, groups, dtype=dtype)
         if lhs.block[1] is None:
@@ -133,8 +136,8 @@ class Triton(Reference):
         if _has_few_rows(lhs.shape[1], lhs.block[0], _FEW_ROWS):
             from fbq_jax.kernels.triton import few_rows_gemm
 
-            return few_rows_gemm.matmul(lhs, rhs, dtype=dtype)
-        return self._gemm().matmul(lhs, rhs, dtype=dtype)
+            return few_rows_gemm.matmul(lhs, rhs, dtype=dtype, ordered=ordered)
+        return self._gemm(lhs, rhs, dtype=dtype, ordered=ordered)
 
     def contract(self, *args: Any, **options: Any) -> jax.Array:
         """See ``reference.contract``."""
@@ -146,10 +149,13 @@ class Triton(Reference):
 
         return move_threshold(*args, **options)
 
-    def _gemm(self) -> Any:
+    def _gemm(
+        self, lhs: Quantized, rhs: Quantized, *, dtype: Any, ordered: bool
+    ) -> jax.Array:
         from fbq_jax.kernels.triton import gemm
 
-        return gemm
+        del ordered  # the kernel adds in order
+        return gemm.matmul(lhs, rhs, dtype=dtype)
 
     def _grouped_gemm(self) -> Any:
         from fbq_jax.kernels.triton import grouped_gemm
@@ -182,10 +188,12 @@ class Mosaic(Triton):
         has_16_bits = any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes)
         return codes == "int8" and has_16_bits
 
-    def _gemm(self) -> Any:
+    def _gemm(
+        self, lhs: Quantized, rhs: Quantized, *, dtype: Any, ordered: bool
+    ) -> jax.Array:
         from fbq_jax.kernels.mosaic import gemm
 
-        return gemm
+        return gemm.matmul(lhs, rhs, dtype=dtype, ordered=ordered)
 
     def _grouped_gemm(self) -> Any:
         from fbq_jax.kernels.mosaic import grouped_gemm
@@ -250,8 +258,10 @@ class Tpu(Reference):
         groups: jax.Array | None = None,
         *,
         dtype: Any,
+        ordered: bool = False,
     ) -> jax.Array:
         """See ``reference.matmul``."""
+        del ordered  # the kernel adds in order
         if lhs.block[1] is None:
             from fbq_jax.kernels import xla_gemm
 

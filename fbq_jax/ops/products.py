@@ -42,6 +42,7 @@ def matmul(
     dtype: jax.typing.DTypeLike,
     reduce: str | None = None,
     seeds: jax.Array | None = None,
+    ordered: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies ``lhs [B, M, K]`` with ``rhs [B, N, K]``; see ``reference.matmul``.
@@ -59,6 +60,8 @@ def matmul(
       reduce: ``"float32"``, ``"bfloat16"`` or ``"int8"``: the dtype in which devices
         exchange and sum partial products.  By default the dtype of the output.
       seeds: uint32 ``[B]``, the seeds of stochastic rounding with ``reduce="int8"``.
+      ordered: whether the products of K blocks are added one after the other, as the
+        reference does, for any number of rows.  Groups of rows take no such order.
       implementation: as in ``dispatch.choose``.
 
     Returns:
@@ -73,7 +76,7 @@ def matmul(
             "matmul takes seeds if and only if reduce='int8'; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
-    options = {"dtype": jnp.dtype(dtype), "reduce": reduce}
+    options = {"dtype": jnp.dtype(dtype), "reduce": reduce, "ordered": ordered}
     y: jax.Array = call(MATMUL, (lhs, rhs, groups, seeds), options, implementation)
     return y
 
@@ -192,7 +195,7 @@ def _on_shard(
     if groups is not None:
         return _groups_on_shard(run, shard, lhs, rhs, groups, dtype)
     part = shard.run(
-        functools.partial(_multiply, run),
+        functools.partial(_multiply, run, ordered=options["ordered"]),
         (lhs, rhs),
         dtype=shard.partial_dtype(options["reduce"], dtype),
     )
@@ -210,11 +213,16 @@ def _on_shard(
 
 
 def _multiply(
-    run: LocalOp, lhs: Quantized | Unquantized, rhs: Quantized, *, dtype: Any
+    run: LocalOp,
+    lhs: Quantized | Unquantized,
+    rhs: Quantized,
+    *,
+    dtype: Any,
+    ordered: bool,
 ) -> jax.Array:
     """Multiplies matrices with merged rows, or sums the products of parts."""
     if isinstance(lhs, Unquantized) or not _has_parts(rhs):
-        return run(lhs, rhs, dtype=dtype)
+        return run(lhs, rhs, dtype=dtype, ordered=ordered)
     depth, longest = lhs.shape[-1], run.backend.max_part_depth
     if longest and depth and jax.core.min_dim(depth, longest + 1) != longest + 1:
         # XLA would put the quantization of all parts into each of P products.  Of parts

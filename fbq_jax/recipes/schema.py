@@ -109,6 +109,11 @@ class Gemm:
         gradient, as with FSDP.  If every device needs the full gradient, it is then
         gathered in its own dtype; in float32, this takes more traffic in total than
         ``"bfloat16"``.
+      ordered: whether all kernels add the products of K blocks one after the other, so
+        that an output has the same bits for any number of rows.  By default, kernels
+        for few rows share the K blocks of an output, and other kernels may sum the
+        integers of several blocks first.  With one scale per row, no sum depends on an
+        order.
     """
 
     lhs: Rounding | None = "nearest"
@@ -117,6 +122,7 @@ class Gemm:
     shards: int = 1
     keeps: Keeps = "floats"
     reduce: Reduce | None = None
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.scales, str):
@@ -402,6 +408,9 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
         takes = "'block' or 'row_block' for both operands or for neither"
         yield "scales", splits[0] == splits[1], takes
         yield "keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None"
+    yield "ordered", isinstance(gemm.ordered, bool), "a bool"
+    accepted = gemm.splits_contraction or not gemm.ordered
+    yield "ordered", accepted, "False unless K has several scales"
     is_drhs = name == "drhs"
     yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"
     accepted = shards == 1 or (is_drhs and _SPLIT_SCALES.isdisjoint(scales))

@@ -1,5 +1,7 @@
 """The GEMM with block scales and fallback: ``reference.matmul`` on Hopper."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import cdiv
@@ -30,6 +32,7 @@ def matmul(
     *,
     dtype: jax.typing.DTypeLike,
     config: Config | None = None,
+    ordered: bool = False,
 ) -> jax.Array:
     """Multiplies as ``reference.matmul`` does.
 
@@ -42,6 +45,7 @@ def matmul(
       rhs: the right operand ``[B, N, K]``.
       dtype: the dtype of the output, with 2 or 4 bytes.
       config: tuning options; by default those in the table.
+      ordered: whether no sum is of the integers of several K blocks.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -51,6 +55,7 @@ def matmul(
     """
     (batch, M, K), N = lhs.shape, rhs.shape[1]
     problem = make_problem(lhs, rhs, batch, (M, N, K), dtype, config)
+    problem = dataclasses.replace(problem, ordered=ordered)
     operands = make_operands(problem, lhs, rhs, longest_first=True)
     return build(problem)(operands)[:, :M, :N]
 

@@ -80,6 +80,7 @@ class Problem:
       row_scales: the operands that have a scale for each row and K block, in place of
         one for each block: ``"none"``, ``"lhs"`` or ``"both"``.
       codes: dtype of the codes.
+      ordered: whether each product of K blocks is added by itself.
     """
 
     batch: int
@@ -93,6 +94,7 @@ class Problem:
     num_parts: int = 1
     row_scales: RowScales = "none"
     codes: CodeDtype = "int8"
+    ordered: bool = False
 
     @functools.cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -140,8 +142,8 @@ class Problem:
         sums where every element has a scale of its own.  Sums of FP8 codes would lose
         bits.
         """
-        is_exact = self.codes == "int8"
-        return is_exact and self.dtype.itemsize == 2 and self.row_scales != "both"
+        may_sum = self.codes == "int8" and not self.ordered
+        return may_sum and self.dtype.itemsize == 2 and self.row_scales != "both"
 
     @property
     def prefetch(self) -> int:

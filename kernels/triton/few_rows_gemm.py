@@ -35,7 +35,9 @@ _SHARED_MEMORY = 200 * 2**10, 96 * 2**10
 
 
 class Config(NamedTuple):
-    """Tuning options.  They change the speed of the kernel, and the order of its sums.
+    """Tuning options.
+
+    They change the speed of the kernel, and ``splits`` also the order of its sums.
 
     Attributes:
       BN: columns of a tile.
@@ -50,14 +52,21 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def default_config(shape: tuple[int, ...], k: int, *, sm: int) -> Config:
-    """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k."""
+def default_config(
+    shape: tuple[int, ...], k: int, *, sm: int, ordered: bool = False
+) -> Config:
+    """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k.
+
+    If sums are ordered, programs share no K blocks.
+    """
     batch, M, N, K = shape
     rows = rows_of_tile(M)
     columns = 64
+    if ordered and batch * cdiv(N, columns) < 256:
+        columns = 32
     # So many programs keep the memory of a GPU with some 130 multiprocessors busy.
     splits = (256 if rows == 128 else 512) // (batch * cdiv(N, columns))
-    splits = max(1, min(splits, cdiv(K, k) // _LEAST_BLOCKS))
+    splits = max(1, min(splits, 1 if ordered else cdiv(K, k) // _LEAST_BLOCKS))
     # Most K are a multiple of a power of two of K blocks.
     splits = 2 ** (splits.bit_length() - 1)
     num_warps = 4 if rows * k <= 2**14 else 8  # or registers would spill
@@ -81,15 +90,16 @@ def matmul(
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
     config: Config | None = None,
+    ordered: bool = False,
 ) -> jax.Array:
     """Multiplies as ``reference.matmul`` does, for ``M <= m`` or ``m == 1``.
 
-    The arguments are as in ``gemm.matmul``.
+    The arguments are as in ``gemm.matmul``; ordered sums have the bits of its result.
     """
     sm = sm or compute_capability()
     problem = Problem.of(lhs, rhs, sm)
     shape = rhs.shape[0], problem.M, problem.N, problem.K
-    config = config or default_config(shape, problem.k, sm=sm)
+    config = config or default_config(shape, problem.k, sm=sm, ordered=ordered)
     terms = [pack(term, problem.m) for term in lhs.terms]
     # Without a residual, the first term takes its place and is not read.
     arguments = *terms[0], *terms[-1]

@@ -38,7 +38,9 @@ from fbq_jax.kernels.triton.gemm_kernel import (
 from fbq_jax.kernels.triton.launch import compute_capability
 
 
-def default_config(shape: tuple[int, ...], k: int, *, itemsize: int, sm: int) -> Config:
+def default_config(
+    shape: tuple[int, ...], k: int, *, itemsize: int, sm: int, ordered: bool = False
+) -> Config:
     """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k.
 
     Tiles and parts of K are as in ``few_rows_gemm``, so that both kernels add in the
@@ -49,8 +51,9 @@ def default_config(shape: tuple[int, ...], k: int, *, itemsize: int, sm: int) ->
       k: the length of a K block.
       itemsize: bytes of an element of x.
       sm: compute capability of the GPU times ten.
+      ordered: whether programs share no K blocks.
     """
-    config = few_rows_gemm.default_config(shape, k, sm=sm)
+    config = few_rows_gemm.default_config(shape, k, sm=sm, ordered=ordered)
     rows = rows_of_tile(shape[1])
     num_warps = 4 if rows * k <= 2**12 else 8  # a thread holds up to 32 values
     size = (config.BN + rows * itemsize) * k
@@ -64,6 +67,7 @@ def matmul(
     dtype: jax.typing.DTypeLike,
     sm: int | None = None,
     config: Config | None = None,
+    ordered: bool = False,
 ) -> jax.Array:
     """Multiplies as ``reference.matmul`` does, for ``M <= m`` or ``m == 1``.
 
@@ -75,6 +79,7 @@ def matmul(
       dtype: the dtype of the output.
       sm: as in ``gemm.matmul``.
       config: tuning options.
+      ordered: as in ``default_config``.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -82,7 +87,9 @@ def matmul(
     sm = sm or compute_capability()
     problem, itemsize = Problem.of(lhs, rhs, sm), lhs.values.dtype.itemsize
     shape = rhs.shape[0], problem.M, problem.N, problem.K
-    config = config or default_config(shape, problem.k, itemsize=itemsize, sm=sm)
+    config = config or default_config(
+        shape, problem.k, itemsize=itemsize, sm=sm, ordered=ordered
+    )
     arguments = align_rows(lhs.values), lhs.theta
     return launch_parts(
         few_rows_quantize_kernel, arguments, rhs, problem, config, dtype

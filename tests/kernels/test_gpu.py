@@ -1,5 +1,6 @@
 """The kernels on a GPU: accuracy, equal bits, special values and repeatability."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -264,6 +265,36 @@ def test_quantization_in_random_products(quantization, seed):
 @pytest.mark.parametrize("dtype", quantize_cases.SPECIAL_DTYPES)
 def test_special_blocks_in_the_product(quantization, dtype, fallback):
     quantize_matmul_cases.check_special(quantization.matmul, dtype, fallback)
+
+
+@both
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("codes", CODE_DTYPES)
+def test_ordered_sums_do_not_depend_on_the_rows(implementation, codes, dtype):
+    """Kernels for few rows and for many add the same products in the same order."""
+    blocks = 1, 128, 128
+    run = functools.partial(
+        ops_of(implementation, blocks, codes).matmul, dtype=dtype, ordered=True
+    )
+    lhs, rhs = gemm_cases.operands(Case((1, 512, 2200, 300), blocks, None, codes))
+    expected = np.asarray(run(lhs, rhs))
+    for rows in (1, 8, 31, 128, 200, 256):
+        part = jax.tree.map(lambda x, rows=rows: x[:, :rows], lhs)
+        np.testing.assert_array_equal(run(part, rhs), expected[:, :rows])
+
+
+@both
+def test_ordered_sums_of_rows_that_the_product_quantizes(implementation):
+    blocks = 1, 128, 128
+    run = functools.partial(
+        ops_of(implementation, blocks).matmul, dtype=jnp.bfloat16, ordered=True
+    )
+    case = quantize_matmul_cases.Case((1, 256, 2200, 300), blocks, None)
+    lhs, rhs = quantize_matmul_cases.operands(case)
+    expected = np.asarray(run(reference.quantize_nearest(lhs), rhs))
+    for rows in (1, 3, 8):
+        few = dataclasses.replace(lhs, values=lhs.values[:, :rows])
+        np.testing.assert_array_equal(run(few, rhs), expected[:, :rows])
 
 
 def test_quantization_in_the_product_has_no_race(quantization):

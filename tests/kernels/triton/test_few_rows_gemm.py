@@ -77,6 +77,15 @@ def test_small_matrices_are_split(shape, sm, expected):
     assert choose(shape, 128, sm=sm) == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((1, 8, 28672, 4096), (64, 1, 4, 4)), ((1, 8, 4096, 14336), (32, 1, 4, 4))],
+)
+def test_programs_share_no_ordered_sum(shape, expected):
+    choose = triton_tools.interpreted("few_rows_gemm").default_config
+    assert choose(shape, 128, sm=90, ordered=True) == expected
+
+
 def test_nan_scales_propagate():
     lhs, rhs = gemm_cases.operands(CASES["unaligned"])
     lhs = gemm_cases.with_scales(lhs, lambda s: s.at[0, 0, 2].set(jnp.nan), "residual")
