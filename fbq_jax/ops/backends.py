@@ -124,9 +124,7 @@ class Triton(Reference):
         if isinstance(lhs, Unquantized):
             from fbq_jax.kernels.triton import few_rows_quantize_gemm
 
-            return few_rows_quantize_gemm.matmul(
-                lhs, rhs, dtype=dtype, ordered=ordered
-            )
+            return few_rows_quantize_gemm.matmul(lhs, rhs, dtype=dtype, ordered=ordered)
         if groups is not None:
             return self._grouped_gemm().matmul(lhs, rhs, groups, dtype=dtype)
         if lhs.block[1] is None:
