@@ -21,22 +21,22 @@ def rows(
 ) -> Iterator[Row]:
     """Measures each of these shapes of `harness.Program`.
 
-    Layers are in a loop, and then unrolled, each compared with bf16 of the same kind. A
-    step is AdamW on float32 weights, always with the same random tokens; where codes
-    are kept, AdamW writes those of the weights. Raises
-    WrongResultError if the loss or the gradient norm differs from bf16's by more than
-    INT8 may.
+    Layers are in a loop, and those of two recipes also unrolled, which takes minutes to
+    compile; each is compared with bf16 of the same kind. A step is AdamW on float32
+    weights, always with the same random tokens; where codes are kept, AdamW writes
+    those of the weights. Raises WrongResultError if the loss or the gradient norm
+    differs from bf16's by more than INT8 may.
     """
+    in_loop = harness.recipes()
+    few = {name: in_loop[name] for name in ("bf16", *layers.RECIPES)}
     for shape in shapes:
-        for unroll in (False, True):
-            programs = [
-                harness.Program(
-                    name, recipe, shape, unroll=unroll, keeps_codes=keeps_codes
-                )
-                for keeps_codes in (False, True)
-                for name, recipe in harness.recipes().items()
-                if not keeps_codes or name in layers.RECIPES
-            ]
+        plain = [harness.Program(*item, shape) for item in in_loop.items()]
+        kept = [
+            harness.Program(name, few[name], shape, keeps_codes=True)
+            for name in layers.RECIPES
+        ]
+        unrolled = [harness.Program(*item, shape, unroll=True) for item in few.items()]
+        for programs in ([*plain, *kept], unrolled):
             yield from with_ratios(_measure(programs, implementation, effort))
 
 

@@ -42,8 +42,9 @@ class Effort(NamedTuple):
     launches: int  # the calls of a burst
 
 
-FULL = Effort(warm_up_s=0.5, samples=20, batch_s=0.01, rest_s=0.5, launches=10)
-QUICK = Effort(warm_up_s=0.2, samples=10, batch_s=0.01, rest_s=0.2, launches=5)
+# Long batches: the device waits for the host at the start of each one.
+FULL = Effort(warm_up_s=0.5, samples=8, batch_s=0.25, rest_s=0.5, launches=10)
+QUICK = Effort(warm_up_s=0.2, samples=5, batch_s=0.05, rest_s=0.2, launches=5)
 
 
 class Timing(NamedTuple):

@@ -18,7 +18,6 @@ SHAPES = (
     (8192, 4096, 4096),
     (8192, 2048, 2048),
     (8192, 4096, 14336),
-    (16384, 4096, 4096),
 )
 DEPTH = 8  # layers
 # Until thresholds stay in their range, and delayed scales have reached the first layer.
