@@ -163,6 +163,25 @@ def test_a_token_does_not_depend_on_its_batch(name, dtype, implementation):
     assert changed_outputs(Model(name, dtype, implementation), 50) == []
 
 
+@implementations
+@dtypes
+@pytest.mark.parametrize("name", ["rowwise", "row_block_lhs"])
+def test_what_follows_a_layer_does_not_change_its_rounding(name, dtype, implementation):
+    """XLA may fuse a sum with the layer's last step."""
+    _skip_unless_supported(recipes.NAMED[name], implementation)
+    model = Model(name, dtype, implementation)
+    params = model.frozen["params"]
+    frozen = {**model.frozen, "params": {**params, "bias": jnp.zeros(N)}}
+
+    def multiply(x):
+        return model.dense.apply(frozen, x).astype(jnp.float32)
+
+    x = model.x[:256]
+    noise = jax.random.normal(jax.random.key(2), (256, N))
+    got = jax.jit(lambda x: multiply(x) + noise)(x)
+    np.testing.assert_array_equal(got, jax.jit(multiply)(x) + noise)
+
+
 @pytest.mark.exhaustive
 @implementations
 @dtypes
