@@ -155,6 +155,8 @@ def cells(name, recipe):
             if gemm is recipe.fwd and side == "lhs" and recipe.criterion is not None:
                 words.append("+ residual")
             yield " ".join(words)
+    in_order = recipe.fwd.scales[0] == "row_block"
+    yield "yes" if recipe.batch_invariant else "if ordered" if in_order else "no"
 
 
 def test_the_table_in_the_documents():
