@@ -42,6 +42,11 @@ def check(dot_general: Any) -> None:
     if not supports(dot_general):
         names = (name for name, r in recipes.NAMED.items() if r.batch_invariant)
         raise UserError(f"invariant takes a batch-invariant recipe: {', '.join(names)}")
+    if mesh.shards("heads") > 1 and dot_general.recipe.fwd.reduce != "int32":
+        raise UserError(
+            "invariant takes --reduce int32 over several devices of the axis tensor: "
+            "sums of their products in floats depend on the number of devices"
+        )
 
 
 def like(ordinary: _Function, invariant: _Function) -> _Function:
