@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Annotated, Any, Literal
 
-from examples.llama import fields
+from examples.llama import fields, invariant
 from examples.llama.errors import UserError
 from examples.llama.fields import FromZero, Natural, Positive, Seed, Size, option
 from examples.llama.model_config import LlamaConfig, Remat, SavedBits
@@ -81,6 +81,12 @@ class Config:
         "quantize no weight; codes take 2 bytes per weight (default: yes, if norms, "
         "gates and projections run fused in INT8)",
     )
+    invariant: bool = option(
+        False,
+        "give a token's log-probability the same bits in training, in prefill and in "
+        "decoding, at any batch; the head is quantized, too; takes a batch-invariant "
+        "recipe, such as rowwise",
+    )
     batch: Size = option(8, "sequences per step")
     accumulate: Size = option(1, "microbatches per step")
     seq: Size = option(256, "tokens per sequence")
@@ -125,6 +131,7 @@ class Config:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             max_seq_len=self.seq,
+            invariant=self.invariant,
             **experts,
         )
 
@@ -135,6 +142,8 @@ class Config:
         `experts`.
         """
         dot_general = RECIPES[self.recipe]
+        if self.invariant:
+            invariant.check(dot_general)
         if self.optimizer_codes and not isinstance(dot_general, FallbackDot):
             got = f"got {self.recipe}"
             raise UserError(f"optimizer_codes applies to INT8 recipes only, {got}")

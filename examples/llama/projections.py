@@ -5,14 +5,17 @@ backward pass reads packed codes, and the model has the gate and the norms of Ll
 Otherwise they are separate Flax modules, with the same names for parameters and state.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import fbq_jax
+from examples.llama import invariant
 from examples.llama.model_config import LlamaConfig
 from fbq_jax import nonlinear
 
@@ -22,7 +25,7 @@ INITIALIZER = nn.initializers.normal(stddev=0.02)
 
 def fuses(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     """Whether norms and projections run as fused layers of ``fbq_jax``."""
-    is_supported = _could_fuse(config, dot_general)
+    is_supported = _could_fuse(config, dot_general) and not config.invariant
     return is_supported and why_not_fused(config, dot_general) is None
 
 
@@ -64,9 +67,9 @@ class Part(nn.Module):
         """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
         epsilon, bits = self.config.norm_eps, self.config.saved_bits
         module: nn.Module
-        if self.config.unit_offset_norms:
-            module = _UnitOffsetNorm(epsilon, bits, name=name)
-        elif bits is None:
+        if self.config.unit_offset_norms or self.config.invariant:
+            return _Norm(self.config, name=name)
+        if bits is None:
             module = nn.RMSNorm(epsilon=epsilon, name=name)
         else:
             module = fbq_jax.RMSNorm(epsilon=epsilon, bits=bits, name=name)
@@ -104,19 +107,27 @@ class Part(nn.Module):
         return options | {"dot_general": self.dot_general}
 
 
-class _UnitOffsetNorm(nn.Module):
-    """An RMSNorm that multiplies by ``1 + scale``."""
-
-    epsilon: float
-    bits: int | None
+class _Norm(Part):
+    """An RMSNorm that multiplies by ``1 + scale``, or that is invariant."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = 1 + self.param("scale", nn.initializers.zeros, x.shape[-1:])
-        if self.bits is not None:
-            return nonlinear.rms_norm(x, scale, epsilon=self.epsilon, bits=self.bits)
-        normalized = nn.RMSNorm(epsilon=self.epsilon, use_scale=False)(x)
-        return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
+        config, bits = self.config, self.config.saved_bits
+        offset = float(config.unit_offset_norms)
+        scale = self.param("scale", nn.initializers.constant(1 - offset), x.shape[-1:])
+
+        def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+            x = x.astype(jnp.float32)
+            if bits is not None:
+                y = nonlinear.rms_norm(x, scale, epsilon=config.norm_eps, bits=bits)
+                return y.astype(config.dtype)
+            mean = jnp.mean(x * x, axis=-1, keepdims=True)
+            row = jnp.expand_dims(scale, range(x.ndim - 1))
+            return (x * (lax.rsqrt(mean + config.norm_eps) * row)).astype(config.dtype)
+
+        if config.invariant:
+            norm = functools.partial(invariant.rms_norm, config.norm_eps, norm)
+        return norm(x, offset + scale)
 
 
 class _NormDense(Part):
@@ -138,7 +149,7 @@ class _GateUp(Part):
         kernel = self.param("kernel", INITIALIZER, shape, jnp.float32)
         # XLA would transpose the product of a kernel with three axes.
         kernel = jnp.asarray(kernel, config.dtype).reshape(size, -1)
-        multiply = self.dot_general or jax.lax.dot_general
+        multiply = self.dot_general or lax.dot_general
         return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
@@ -148,13 +159,19 @@ class _GatedMLP(Part):
         config, bits = self.config, self.config.saved_bits
         x = self.norm("norm")(x)
         x = _GateUp(config, self.dot_general, name="gate_up")(x)
-        gate, up = jnp.split(x, 2, axis=-1)
         silu = config.activation == "silu"
-        if bits is None:
-            x = (nn.silu if silu else nn.gelu)(gate) * up
-        else:
+
+        def in_floats(gate: jax.Array, up: jax.Array) -> jax.Array:
+            return (nn.silu if silu else nn.gelu)(gate) * up
+
+        gate_of = in_floats
+        if bits is not None:
             gate_of = nonlinear.silu_gate if silu else nonlinear.gelu_gate
-            x = gate_of(gate, up, bits=bits)
+            gate_of = functools.partial(gate_of, bits=bits)
+        if config.invariant:
+            x = invariant.pointwise(in_floats, x, gate_of, 2)
+        else:
+            x = gate_of(*jnp.split(x, 2, axis=-1))
         return self.dense(config.hidden_size, "down")(x)
 
 
