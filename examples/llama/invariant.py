@@ -13,6 +13,7 @@ Backward passes are those of the ordinary functions.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,15 +33,23 @@ _TILE = 4096  # values of a tile of rows
 _LOWEST = -1e30  # the maximum of no values, which is finite
 
 
+def in_order(dot_general: FallbackDot) -> FallbackDot:
+    """Returns a ``dot_general`` that sums in one order, for any number of rows."""
+    recipe, fwd = dot_general.recipe, dot_general.recipe.fwd
+    fwd = replace(fwd, ordered=fwd.splits_contraction)
+    return replace(dot_general, recipe=replace(recipe, fwd=fwd))
+
+
 def supports(dot_general: Any) -> bool:
     """Whether a model with this ``dot_general`` can be invariant."""
-    return isinstance(dot_general, FallbackDot) and dot_general.recipe.batch_invariant
+    is_quantized = isinstance(dot_general, FallbackDot)
+    return is_quantized and in_order(dot_general).recipe.batch_invariant
 
 
 def check(dot_general: Any) -> None:
     """Raises UserError if a model with this ``dot_general`` cannot be invariant."""
     if not supports(dot_general):
-        names = (name for name, r in recipes.NAMED.items() if r.batch_invariant)
+        names = (n for n, r in recipes.NAMED.items() if supports(FallbackDot(r)))
         raise UserError(f"invariant takes a batch-invariant recipe: {', '.join(names)}")
     if mesh.shards("heads") > 1 and dot_general.recipe.fwd.reduce != "int32":
         raise UserError(

@@ -190,9 +190,10 @@ class Llama(Part):
             Logits, float32 [B, S, vocab_size]. With a cache, the logits after the last
             token, float32 [B, 1, vocab_size], and the cache with these tokens.
         """
-        config = self.config
+        config, dot_general = self.config, self.dot_general
         if config.invariant:
-            invariant.check(self.dot_general)
+            invariant.check(dot_general)
+            dot_general = invariant.in_order(dot_general)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             got = f"{tokens.dtype} {tokens.shape}"
             raise ValueError(f"tokens takes integers [B, S], got {got}")
@@ -221,7 +222,7 @@ class Llama(Part):
             in_axes=(nn.broadcast, 0, 0, nn.broadcast),
             length=config.num_layers,
             unroll=config.num_layers if config.unroll else 1,
-        )(config, self.dot_general, name="layers")
+        )(config, dot_general, name="layers")
         start = None if cache is None else cache.length
         tables, cached = config.rotary_tables(length), None
         if cache is not None:
@@ -238,7 +239,7 @@ class Llama(Part):
         x, cached = layers(x, tables, kinds, cached, start)
 
         x = self.norm("norm")(x if cache is None else x[:, -1:])
-        dot_general = self.dot_general if config.invariant else None
+        dot_general = dot_general if config.invariant else None
         if config.tie_embeddings:
             tied_head = TiedHead(config, dot_general, name="lm_head")
             logits = tied_head(x, embed.embedding)
