@@ -143,7 +143,7 @@ class Config:
         """
         dot_general = RECIPES[self.recipe]
         if self.invariant:
-            invariant.check(dot_general)
+            dot_general = invariant.checked(dot_general)
         if self.optimizer_codes and not isinstance(dot_general, FallbackDot):
             got = f"got {self.recipe}"
             raise UserError(f"optimizer_codes applies to INT8 recipes only, {got}")

@@ -33,21 +33,17 @@ _TILE = 4096  # values of a tile of rows
 _LOWEST = -1e30  # the maximum of no values, which is finite
 
 
-def in_order(dot_general: FallbackDot) -> FallbackDot:
-    """Returns a ``dot_general`` that sums in one order, for any number of rows."""
-    recipe, fwd = dot_general.recipe, dot_general.recipe.fwd
-    fwd = replace(fwd, ordered=fwd.splits_contraction)
-    return replace(dot_general, recipe=replace(recipe, fwd=fwd))
-
-
 def supports(dot_general: Any) -> bool:
     """Whether a model with this ``dot_general`` can be invariant."""
     is_quantized = isinstance(dot_general, FallbackDot)
-    return is_quantized and in_order(dot_general).recipe.batch_invariant
+    return is_quantized and _in_order(dot_general).recipe.batch_invariant
 
 
-def check(dot_general: Any) -> None:
-    """Raises UserError if a model with this ``dot_general`` cannot be invariant."""
+def checked(dot_general: Any) -> FallbackDot:
+    """Returns the ``dot_general`` of an invariant model, which sums in one order.
+
+    Raises UserError if a model with this ``dot_general`` cannot be invariant.
+    """
     if not supports(dot_general):
         names = (n for n, r in recipes.NAMED.items() if supports(FallbackDot(r)))
         raise UserError(f"invariant takes a batch-invariant recipe: {', '.join(names)}")
@@ -56,6 +52,13 @@ def check(dot_general: Any) -> None:
             "invariant takes --reduce int32 over several devices of the axis tensor: "
             "sums of their products in floats depend on the number of devices"
         )
+    return _in_order(dot_general)
+
+
+def _in_order(dot_general: FallbackDot) -> FallbackDot:
+    recipe, fwd = dot_general.recipe, dot_general.recipe.fwd
+    fwd = replace(fwd, ordered=fwd.splits_contraction)
+    return replace(dot_general, recipe=replace(recipe, fwd=fwd))
 
 
 def like(ordinary: _Function, invariant: _Function) -> _Function:

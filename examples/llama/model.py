@@ -192,8 +192,7 @@ class Llama(Part):
         """
         config, dot_general = self.config, self.dot_general
         if config.invariant:
-            invariant.check(dot_general)
-            dot_general = invariant.in_order(dot_general)
+            dot_general = invariant.checked(dot_general)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             got = f"{tokens.dtype} {tokens.shape}"
             raise ValueError(f"tokens takes integers [B, S], got {got}")
