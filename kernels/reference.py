@@ -304,7 +304,7 @@ def matmul(
     groups: jax.Array | None = None,
     *,
     dtype: jax.typing.DTypeLike,
-    ordered: bool = True,
+    ordered: bool = False,
 ) -> jax.Array:
     """Multiplies ``lhs [B, M, K]`` with ``rhs [B, N, K]``.
 
@@ -321,7 +321,8 @@ def matmul(
     Hopper, about 14.
 
     A row of the output depends on that row of lhs and on rhs alone: sums do not depend
-    on the number of rows, and what reads the output cannot change its rounding.
+    on the number of rows, for FP8 if they are ordered, and what reads the output cannot
+    change its rounding.
 
     Args:
       lhs: the left operand, which has one or two terms.  It is quantized to nearest
@@ -331,7 +332,8 @@ def matmul(
         ascending order.  The product of one whose group is not in ``[0, G)`` has no
         meaning; here it is 0.  None if each matrix has its own.
       dtype: the dtype of the output.
-      ordered: kernels may add blocks of K in another order if it is false.
+      ordered: whether the sums inside a block of FP8 codes do not depend on the number
+        of rows, either; blocks of K are added in their order in any case.
 
     Returns:
       ``[B, M, N]`` in ``dtype``.
@@ -339,13 +341,12 @@ def matmul(
     Raises:
       ValueError: the blocks of K differ, or rhs has two terms.
     """
-    del ordered  # they are always added in order here
     if isinstance(lhs, Unquantized):
         lhs = quantize_nearest(lhs)
     product_block(lhs, rhs)
     if groups is not None:
         return _matmul_in_groups(lhs, rhs, groups, dtype=jnp.dtype(dtype))
-    return _matmul(lhs, rhs, dtype)
+    return _matmul(lhs, rhs, dtype, ordered=ordered)
 
 
 def quantize_nearest(x: Unquantized) -> Quantized:
@@ -362,7 +363,13 @@ def quantize_nearest(x: Unquantized) -> Quantized:
     return quantized
 
 
-def _matmul(lhs: Quantized, rhs: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
+def _matmul(
+    lhs: Quantized,
+    rhs: Quantized,
+    dtype: jax.typing.DTypeLike,
+    *,
+    ordered: bool = False,
+) -> jax.Array:
     (m, k), (n, _) = lhs.block, rhs.block
     terms, right = lhs.terms, rhs.main
     if right.scales.shape[2] == 1:
@@ -382,7 +389,11 @@ def _matmul(lhs: Quantized, rhs: Quantized, dtype: jax.typing.DTypeLike) -> jax.
     assert n is not None
     rows, columns = lhs.shape[1], rhs.shape[1]
 
-    is_int8 = right.codes.dtype == jnp.int8
+    multiply = _float_product
+    if right.codes.dtype == jnp.int8:
+        multiply = _int8_product
+    elif ordered:
+        multiply = _float8_product
     acc = _zero_product(lhs.codes, rhs.codes)
     blocks = right.scales.shape[2]
     if blocks == 0:
@@ -396,7 +407,6 @@ def _matmul(lhs: Quantized, rhs: Quantized, dtype: jax.typing.DTypeLike) -> jax.
         column_scale = lax.broadcast_in_dim(column_scale, acc.shape, (0, 2))
         for term in terms:
             lhs_codes, lhs_scales = _block_of_k(term, index, k)
-            multiply = _int8_product if is_int8 else _float8_product
             product = multiply(lhs_codes, codes)
             row_scale = _repeat(lhs_scales, m, rows)
             scale = lax.broadcast_in_dim(row_scale, acc.shape, (0, 1)) * column_scale
