@@ -52,8 +52,9 @@ def _with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
     saved_bits = config.saved_bits
     if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
+    changed = {"saved_bits": saved_bits or None, "invariant": config.invariant}
     sizes = dataclasses.replace(
-        sizes, remat=config.remat, unroll=config.unroll, saved_bits=saved_bits or None
+        sizes, remat=config.remat, unroll=config.unroll, **changed
     )
     return Llama(sizes, dot_general)
 
@@ -107,6 +108,7 @@ def load(folder: Path, weights: str | None = None) -> Trained:
         raise UserError(f"{folder} has {config.recipe}: codes take an INT8 recipe")
     state = last_state(config, folder)
     if weights == "floats":
+        sizes = dataclasses.replace(sizes, invariant=False)
         return _in_floats(Llama(sizes), {"params": state.params}, codec)
     if not quantized:
         return _in_floats(model, state.variables(), codec)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Annotated, Any, Literal
 
-from examples.llama import fields
+from examples.llama import fields, invariant
 from examples.llama.errors import UserError
 from examples.llama.fields import FromZero, Natural, Positive, Seed, Size, option
 from examples.llama.model_config import LlamaConfig, Remat, SavedBits
@@ -79,6 +79,12 @@ class Config:
         "the optimizer writes the codes of the weights that it changes, and steps "
         "quantize no weight; codes take 2 bytes per weight",
     )
+    invariant: bool = option(
+        False,
+        "give a token's log-probability the same bits in training, in prefill and in "
+        "decoding, at any batch; the head is quantized, too; takes a batch-invariant "
+        "recipe, such as rowwise",
+    )
     batch: Size = option(8, "sequences per step")
     accumulate: Size = option(1, "microbatches per step")
     seq: Size = option(256, "tokens per sequence")
@@ -123,6 +129,7 @@ class Config:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             max_seq_len=self.seq,
+            invariant=self.invariant,
             **experts,
         )
 
@@ -133,6 +140,8 @@ class Config:
         `experts`.
         """
         dot_general = RECIPES[self.recipe]
+        if self.invariant:
+            invariant.check(dot_general)
         if self.optimizer_codes and not isinstance(dot_general, FallbackDot):
             got = f"got {self.recipe}"
             raise UserError(f"optimizer_codes applies to INT8 recipes only, {got}")

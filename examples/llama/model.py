@@ -30,11 +30,11 @@ import jax.numpy as jnp
 from jax import lax
 
 import fbq_jax
-from examples.llama import attention
+from examples.llama import attention, invariant, rotary
 from examples.llama.mesh import constrain
 from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import INITIALIZER, Part
-from examples.llama.rotary import Tables, rotate
+from examples.llama.rotary import Tables
 
 # The collections that have an axis of layers: "_overwrite_with_gradient" is Flax's, for
 # FallbackDot(collection=...) and for FP8; the last three tell training about experts.
@@ -91,6 +91,7 @@ class Attention(Part):
         if kind is not None:
             cos, sin = (lax.dynamic_index_in_dim(table, kind) for table in tables)
             tables = cos, sin
+        rotate = invariant.rotate if config.invariant else rotary.rotate
         q, k = rotate(q, tables), rotate(k, tables)
         if cached is not None:
             assert start is not None
@@ -99,7 +100,8 @@ class Attention(Part):
             cached = k, v
         scale, softcap = config.score_scale(), config.attn_softcap
         attend = functools.partial(
-            attention.attend, start=start, scale=scale, softcap=softcap
+            invariant.attend if config.invariant else attention.attend,
+            **{"start": start, "scale": scale, "softcap": softcap},
         )
         windows = [kind.window for kind in config.distinct_kinds()]
         windows = [None if w is None or w >= k.shape[1] else w for w in windows]
@@ -140,11 +142,12 @@ class Layer(Part):
         y, cached = attend(x, tables, kind, cached, start)
         if config.post_norms:
             y = self.norm("post_attention_norm")(y)
-        x = x + y
+        add = invariant.add if config.invariant else jnp.add
+        x = add(x, y)
         y = self.gated_mlp("mlp")(x)
         if config.post_norms:
             y = self.norm("post_mlp_norm")(y)
-        return constrain(x + y, "batch", None, None), cached
+        return constrain(add(x, y), "batch", None, None), cached
 
 
 def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]:
@@ -153,6 +156,20 @@ def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]
         return Layer
     policy = fbq_jax.save_codes if config.remat == "codes" else None
     return nn.remat(Layer, policy=policy, prevent_cse=prevent_cse)
+
+
+def _soft_cap(cap: float, x: jax.Array) -> jax.Array:
+    return cap * jnp.tanh(x / cap)
+
+
+class TiedHead(Part):
+    """A head that shares the embedding table."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        """Multiplies ``x`` [B, S, hidden] by the table."""
+        multiply = self.dot_general or lax.dot_general
+        return multiply(x, table.T.astype(x.dtype), (((2,), (0,)), ((), ())))
 
 
 class Llama(Part):
@@ -179,6 +196,8 @@ class Llama(Part):
             token, float32 [B, 1, vocab_size], and the cache with these tokens.
         """
         config = self.config
+        if config.invariant:
+            invariant.check(self.dot_general)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             got = f"{tokens.dtype} {tokens.shape}"
             raise ValueError(f"tokens takes integers [B, S], got {got}")
@@ -191,10 +210,13 @@ class Llama(Part):
         # The lookup is in float32, so that the gradients of rows add up in float32.
         # A device looks up its own tokens in complete rows.
         rows = jnp.take(constrain(embed.embedding, "vocab", None), tokens, axis=0)
+        # Gemma's factor is rounded to the dtype of the computation.
+        factor = jnp.asarray(config.embed_scale, config.dtype)
         x = constrain(rows.astype(config.dtype), "batch", None, None)
-        if config.embed_scale != 1:
-            # Gemma's factor is rounded to the dtype of the computation.
-            x *= jnp.asarray(config.embed_scale, config.dtype)
+        if config.invariant:
+            x = invariant.scale(rows, factor)
+        elif config.embed_scale != 1:
+            x *= factor
 
         layers = nn.scan(
             # The scan separates the forward from the backward pass, so CSE is safe.
@@ -206,8 +228,14 @@ class Llama(Part):
             unroll=config.num_layers if config.unroll else 1,
         )(config, self.dot_general, name="layers")
         start = None if cache is None else cache.length
-        tables = config.rotary_tables(length, 0 if start is None else start)
-        cached = None if cache is None else (cache.keys, cache.values)
+        tables = config.rotary_tables(length)
+        cached = None
+        if cache is not None:
+            cached = cache.keys, cache.values
+            tables = tuple(
+                lax.dynamic_slice_in_dim(table, cache.length, length, axis=1)
+                for table in config.rotary_tables(cache.keys.shape[2])
+            )
         kinds = None
         if len(distinct := config.distinct_kinds()) > 1:
             indices = [distinct.index(kind) for kind in config.layer_kinds()]
@@ -215,14 +243,20 @@ class Llama(Part):
         x, cached = layers(x, tables, kinds, cached, start)
 
         x = self.norm("norm")(x if cache is None else x[:, -1:])
+        dot_general = self.dot_general if config.invariant else None
         if config.tie_embeddings:
-            logits = x @ embed.embedding.T.astype(config.dtype)
+            head = TiedHead(config, dot_general, name="lm_head")
+            logits = head(x, embed.embedding)
         else:
-            head = self.dense(config.vocab_size, "lm_head", dot_general=None)
+            head = self.dense(config.vocab_size, "lm_head", dot_general=dot_general)
             logits = head(x)
-        logits = logits.astype(jnp.float32)
-        if config.logit_softcap is not None:
-            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+        logits = (invariant.exact if config.invariant else jnp.float32)(logits)
+        if (cap := config.logit_softcap) is not None:
+            soft = functools.partial(_soft_cap, cap)
+            if config.invariant:
+                logits = invariant.pointwise(soft, logits, 1, soft)
+            else:
+                logits = soft(logits)
         if cache is None:
             return logits
         assert cached is not None

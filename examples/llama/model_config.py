@@ -87,6 +87,9 @@ class LlamaConfig:
     # The bits per value that norms and gates save for the backward pass; 10 have no
     # measurable effect on training. None saves autodiff's floats.
     saved_bits: SavedBits | None = None
+    # The bits of a token's logits do not depend on the batch, and are those of decoding
+    # with a cache; the head is quantized, too. For batch-invariant recipes.
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         fields.check(self)
@@ -117,6 +120,8 @@ class LlamaConfig:
         if experts and self.activation != "silu":
             got = f"got {self.activation!r}"
             raise UserError(f"activation takes silu with num_experts, {got}")
+        if experts and self.invariant:
+            raise UserError("invariant takes a model without experts")
         if self.dtype not in (jnp.bfloat16, jnp.float32):
             got = f"got {self.dtype!r}"
             raise UserError(f"dtype takes jnp.bfloat16 or jnp.float32, {got}")
@@ -151,7 +156,7 @@ class LlamaConfig:
         """Returns the kinds that some layer has, in the order of the first layers."""
         return tuple(dict.fromkeys(self.layer_kinds()))
 
-    def rotary_tables(self, seq_len: int, start: jax.Array | int = 0) -> Tables:
+    def rotary_tables(self, seq_len: int) -> Tables:
         """Returns `rotary.rotary_tables` of the kinds of layers."""
         ropes = [kind.rope for kind in self.distinct_kinds()]
-        return rotary_tables(ropes, self.head_dim, seq_len, start)
+        return rotary_tables(ropes, self.head_dim, seq_len)

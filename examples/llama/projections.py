@@ -5,6 +5,7 @@ backward pass reads packed codes, and the model has the gate and the norms of Ll
 Otherwise they are separate Flax modules, with the same names for parameters and state.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import fbq_jax
+from examples.llama import invariant
 from examples.llama.model_config import LlamaConfig
 from fbq_jax import nonlinear
 
@@ -22,7 +24,7 @@ INITIALIZER = nn.initializers.normal(stddev=0.02)
 
 def fuses(config: LlamaConfig, dot_general: DotGeneral | None) -> bool:
     """Whether norms and projections run as fused layers of ``fbq_jax``."""
-    is_supported = _could_fuse(config, dot_general)
+    is_supported = _could_fuse(config, dot_general) and not config.invariant
     return is_supported and why_not_fused(config, dot_general) is None
 
 
@@ -64,6 +66,8 @@ class Part(nn.Module):
         """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
         epsilon, bits = self.config.norm_eps, self.config.saved_bits
         module: nn.Module
+        if self.config.invariant:
+            return _InvariantNorm(self.config, name=name)
         if self.config.unit_offset_norms:
             module = _UnitOffsetNorm(epsilon, bits, name=name)
         elif bits is None:
@@ -119,6 +123,28 @@ class _UnitOffsetNorm(nn.Module):
         return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
+class _InvariantNorm(Part):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config, bits = self.config, self.config.saved_bits
+        offset = config.unit_offset_norms
+        init = nn.initializers.zeros if offset else nn.initializers.ones
+        scale = self.param("scale", init, x.shape[-1:], jnp.float32)
+
+        def ordinary(x: jax.Array, scale: jax.Array) -> jax.Array:
+            x = x.astype(jnp.float32)
+            if bits is not None:
+                y = nonlinear.rms_norm(x, scale, epsilon=config.norm_eps, bits=bits)
+            else:
+                mean = jnp.mean(x * x, axis=-1, keepdims=True)
+                y = x * jax.lax.rsqrt(mean + config.norm_eps)
+                y *= jnp.expand_dims(scale, range(x.ndim - 1))
+            return y.astype(config.dtype)
+
+        scale = 1 + scale if offset else scale
+        return invariant.rms_norm(x, scale, config.norm_eps, config.dtype, ordinary)
+
+
 class _NormDense(Part):
     features: int = 0
 
@@ -148,13 +174,19 @@ class _GatedMLP(Part):
         config, bits = self.config, self.config.saved_bits
         x = self.norm("norm")(x)
         x = _GateUp(config, self.dot_general, name="gate_up")(x)
-        gate, up = jnp.split(x, 2, axis=-1)
         silu = config.activation == "silu"
-        if bits is None:
-            x = (nn.silu if silu else nn.gelu)(gate) * up
-        else:
+
+        def in_floats(gate: jax.Array, up: jax.Array) -> jax.Array:
+            return (nn.silu if silu else nn.gelu)(gate) * up
+
+        gate_of = in_floats
+        if bits is not None:
             gate_of = nonlinear.silu_gate if silu else nonlinear.gelu_gate
-            x = gate_of(gate, up, bits=bits)
+            gate_of = functools.partial(gate_of, bits=bits)
+        if config.invariant:
+            x = invariant.pointwise(in_floats, x, 2, gate_of)
+        else:
+            x = gate_of(*jnp.split(x, 2, axis=-1))
         return self.dense(config.hidden_size, "down")(x)
 
 

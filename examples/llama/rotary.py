@@ -115,9 +115,9 @@ Tables = tuple[jax.Array, jax.Array]  # cosines and sines
 
 
 def rotary_tables(
-    ropes: Sequence[Rope | None], head_dim: int, seq_len: int, start: jax.Array | int
+    ropes: Sequence[Rope | None], head_dim: int, seq_len: int
 ) -> Tables:
-    """Computes the cosines and sines of the rotary angles from position ``start`` on.
+    """Computes the cosines and sines of the rotary angles of positions, as constants.
 
     Both are float32 [ropes, seq_len, 1, head_dim / 2]. The angles of None are 0.
     """
@@ -131,11 +131,10 @@ def rotary_tables(
                 factor = getattr(rope.scaling, "attention_factor", 1.0)
         frequencies.append(frequency)
         factors.append(factor)
-    positions = jnp.arange(seq_len, dtype=jnp.float32) + jnp.float32(start)
-    turned = jnp.asarray(np.array(frequencies), jnp.float32)
-    angles = (positions[None, :, None] * turned[:, None])[:, :, None]
-    scales = jnp.asarray(factors, jnp.float32)[:, None, None, None]
-    return jnp.cos(angles) * scales, jnp.sin(angles) * scales
+    turned = np.float32(frequencies)[:, None, None]
+    angles = np.arange(seq_len, dtype=np.float32)[:, None, None] * turned
+    scales = np.array(factors)[:, None, None, None]
+    return tuple(jnp.float32(f(np.float64(angles)) * scales) for f in (np.cos, np.sin))
 
 
 def rotate(x: jax.Array, tables: Tables) -> jax.Array:

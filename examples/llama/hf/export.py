@@ -43,6 +43,10 @@ def check_exportable(name: str, model: Llama, *, like: Folder | None = None) -> 
         raise ExportError(
             f"{name} stores INT8 codes: export takes a model with an INT8 recipe"
         )
+    if model.config.invariant:
+        raise ExportError(
+            f"{name} has no INT8 head, which invariant models have: export takes hf"
+        )
     if name == "gguf":
         gguf_file.check(model.config, family, like)
     # One layer stands for all, and a number for each scale shows how blocks lie.
