@@ -34,15 +34,19 @@ class Config:
     rollout: _Recipe | None = option(
         None, "recipe of the model that samples (default: the trainer's)"
     )
+    invariant: bool | None = option(
+        None, "compute a token's log-probability with the same bits in both models "
+        "(default: if the recipe can and is the one of both)"
+    )
     seed: Seed = option(0, "seed of the weights, the prompts and the answers")
     steps: Size = option(100, "rollouts, each with its updates")
-    prompts: Size = option(32, "prompts of a rollout")
-    samples: Size = option(16, "answers that are sampled for each prompt")
+    prompts: Size = option(128, "prompts of a rollout")
+    samples: Size = option(8, "answers that are sampled for each prompt")
     updates: Size = option(2, "updates after each rollout, each with all answers")
     clip: _Share = option(0.2, "how far a ratio may be from 1 before it stops counting")
-    lr: Positive = option(3e-4, "learning rate of the updates")
+    lr: Positive = option(1e-3, "learning rate of the updates")
     warmup: _Share = option(
-        0.15, "share of right answers up to which the model first trains on answers"
+        0.2, "share of right answers up to which the model first trains on answers"
     )
     warmup_lr: Positive = option(3e-3, "learning rate of that training")
 
@@ -60,6 +64,12 @@ class Config:
             num_kv_heads=2,
             max_seq_len=task.PROMPT + task.ANSWER,
             dtype=jnp.bfloat16,
+            invariant=self.is_invariant(),
         )
         rollout = self.rollout or self.recipe
         return Llama(sizes, RECIPES[self.recipe]), Llama(sizes, RECIPES[rollout])
+
+    def is_invariant(self) -> bool:
+        if self.invariant is not None:
+            return self.invariant
+        return (self.rollout or self.recipe) == self.recipe in ("rowwise", "row_block_lhs")

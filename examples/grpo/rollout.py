@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from examples.llama.invariant import log_probabilities
 from examples.llama.model import KVCache, Llama, empty_cache
 
 
@@ -18,12 +19,6 @@ class Rollout(NamedTuple):
 
     tokens: jax.Array  # int32 [B, prompt + answer]
     log_probabilities: jax.Array  # float32 [B, answer]
-
-
-def log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the log-probabilities [...] of tokens [...] from logits [..., V]."""
-    found = jax.nn.log_softmax(logits)
-    return jnp.take_along_axis(found, tokens[..., None], axis=-1)[..., 0]
 
 
 def sample(
@@ -82,7 +77,7 @@ def _draw(
 
     def choose(logits: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         tokens = jax.random.categorical(key, logits).astype(jnp.int32)
-        return tokens, log_probabilities(logits, tokens)
+        return tokens, log_probabilities(logits[:, None], tokens[:, None])[:, 0]
 
     def advance(
         state: tuple[jax.Array, KVCache], key: jax.Array

@@ -13,8 +13,9 @@ import optax
 import fbq_jax
 from examples.grpo import objective, task
 from examples.grpo.config import Config
-from examples.grpo.rollout import Rollout, log_probabilities, sample
+from examples.grpo.rollout import Rollout, sample
 from examples.llama.errors import UserError
+from examples.llama.invariant import log_probabilities
 from examples.llama.model import Llama
 from fbq_jax import FallbackDot
 
