@@ -318,6 +318,9 @@ def matmul(
     than a block.  The tensor cores of a GPU may keep fewer bits of these sums: on
     Hopper, about 14.
 
+    A row of the output depends on that row of lhs and on rhs alone: sums do not depend
+    on the number of rows, and what reads the output cannot change its rounding.
+
     Args:
       lhs: the left operand, which has one or two terms.  It is quantized to nearest
         first if it is ``Unquantized``.
@@ -375,7 +378,7 @@ def _matmul(lhs: Quantized, rhs: Quantized, dtype: jax.typing.DTypeLike) -> jax.
     assert n is not None
     rows, columns = lhs.shape[1], rhs.shape[1]
 
-    exact = _int_product if right.codes.dtype == jnp.int8 else _float_product
+    is_int8 = right.codes.dtype == jnp.int8
     acc = _zero_product(lhs.codes, rhs.codes)
     blocks = right.scales.shape[2]
     if blocks == 0:
@@ -389,20 +392,41 @@ def _matmul(lhs: Quantized, rhs: Quantized, dtype: jax.typing.DTypeLike) -> jax.
         column_scale = lax.broadcast_in_dim(column_scale, acc.shape, (0, 2))
         for term in terms:
             lhs_codes, lhs_scales = _block_of_k(term, index, k)
-            product = lax.platform_dependent(
-                lhs_codes, codes, cpu=exact, tpu=exact, default=_float_product
-            )
+            multiply = _int8_product if is_int8 else _float8_product
+            product = multiply(lhs_codes, codes)
             row_scale = _repeat(lhs_scales, m, rows)
             scale = lax.broadcast_in_dim(row_scale, acc.shape, (0, 1)) * column_scale
-            # The bounds change no value. They keep XLA from contracting product and sum
-            # to an FMA, which it does in some programs: all round alike.
-            limit = scale * 2.0**31
-            acc += lax.clamp(-limit, product * scale, limit)
+            acc += scale_product(product, scale)
         return index + 1, acc
 
     # Not fori_loop, whose program has two counters.
     start = jnp.int32(0), acc
-    return lax.while_loop(lambda s: s[0] < blocks, add_block, start)[1].astype(dtype)
+    _, acc = lax.while_loop(lambda s: s[0] < blocks, add_block, start)
+    return round_to(acc, dtype)
+
+
+def scale_product(product: jax.Array, scale: jax.Array) -> jax.Array:
+    """``product * scale``, rounded whatever is added to it.
+
+    The bounds change no value.  They keep XLA from contracting product and sum to an
+    FMA, which it does in some programs.
+    """
+    limit = scale * 2.0**62  # above all products of codes
+    return lax.clamp(-limit, product * scale, limit)
+
+
+def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rounds float32 to ``dtype``, whatever reads the result.
+
+    XLA leaves out a conversion to 16 bits if it fuses what reads the result in float32
+    (``xla_allow_excess_precision``).
+    """
+    info = jnp.finfo(dtype)
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+    if dtype == jnp.float16:  # whose subnormal values would become 0
+        subnormal = jnp.round(x * 2.0**24) * 2.0**-24
+        rounded = jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
+    return rounded.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -476,8 +500,14 @@ def contract(
 _BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
 
 
-def _int_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _int8_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """The exact product of codes ``[B, M, k]`` and ``[B, N, k]``, as float32."""
+    return lax.platform_dependent(
+        lhs, rhs, cpu=_int_product, tpu=_int_product, default=_float_product
+    )
+
+
+def _int_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     product = lax.dot_general(lhs, rhs, _BATCHED_NT, preferred_element_type=jnp.int32)
     return product.astype(jnp.float32)
 
@@ -494,6 +524,32 @@ def _float_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         _BATCHED_NT,
         precision=lax.Precision.HIGHEST,
     )
+
+
+def _float8_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The product of FP8 codes, which does not depend on how XLA orders sums.
+
+    XLA's order depends on the number of rows.  Each operand is therefore the sum of
+    three, of which every one has multiples of a power of two, up to 255 times as large.
+    The product of two of them is exact in float32 for k up to 256.
+    """
+    total = _zero_product(lhs, rhs)
+    for left in _by_magnitude(lhs):
+        for right in _by_magnitude(rhs):
+            total += _float_product(left, right)
+    return total
+
+
+def _by_magnitude(codes: jax.Array) -> list[jax.Array]:
+    """The E4M3 codes below 1/2, below 16, and from 16 on, with zeros elsewhere."""
+    x = codes.astype(jnp.float32)
+    size, zero = jnp.abs(x), jnp.zeros_like(x)
+    small, large = size < 0.5, size >= 16.0
+    return [
+        jnp.where(small, x, zero),
+        jnp.where(small | large, zero, x),
+        jnp.where(large, x, zero),
+    ]
 
 
 def _zero_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fbq_jax.kernels.quantized import Quantized
-from fbq_jax.kernels.reference import MAX_INT32_K
+from fbq_jax.kernels.reference import MAX_INT32_K, round_to, scale_product
 
 
 def matmul(lhs: Quantized, rhs: Quantized, *, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -36,7 +36,7 @@ def matmul(lhs: Quantized, rhs: Quantized, *, dtype: jax.typing.DTypeLike) -> ja
         piece = slice(start, start + MAX_INT32_K)
         part = _product(lhs.codes[:, :, piece], rhs.codes[:, :, piece])
         product += part.astype(jnp.float32)
-    return (product * (lhs.scales * rhs.scales.mT)).astype(dtype)
+    return round_to(scale_product(product, lhs.scales * rhs.scales.mT), dtype)
 
 
 def _product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

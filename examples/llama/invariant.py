@@ -39,7 +39,7 @@ _LOWEST = -1e30  # a finite maximum of no scores
 def check(dot_general: Any) -> None:
     """Raises UserError if a model with this ``dot_general`` cannot be invariant."""
     recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
-    if recipe is None or not getattr(recipe, "batch_invariant", True):
+    if recipe is None or not recipe.batch_invariant:
         raise UserError("invariant takes a batch-invariant recipe, such as rowwise")
 
 

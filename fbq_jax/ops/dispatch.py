@@ -139,11 +139,14 @@ class LayerChoice(NamedTuple):
       speedup: the predicted speedup of the recipe over bf16 in a training step; None
         where no map applies.
       reason: the reason, as text.
+      batch_invariant: whether a token's output depends on that token and the weight
+        alone (``Recipe.batch_invariant``).
     """
 
     quantized: bool
     speedup: float | None
     reason: str
+    batch_invariant: bool = False  # no recipe with a map is
 
 
 def choose(
@@ -351,7 +354,7 @@ def choose_layer(
         )
     found = _map_for(recipe, dtype, implementation)
     if isinstance(found, str):
-        return LayerChoice(True, None, found)
+        return LayerChoice(True, None, found, recipe.batch_invariant)
     if symbolic := [size for size in sizes if export.is_symbolic_dim(size)]:
         raise ValueError(
             f"the size {symbolic[0]} of a layer is symbolic, and its speed depends on "

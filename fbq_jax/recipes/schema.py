@@ -347,6 +347,27 @@ class Recipe:
         return self.codes == "int8" and all(gemm.in_blocks for gemm in gemms)
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's output Y depends on that token and W alone.
+
+        It has the same bits in every batch, at any position and beside any padding, in
+        training and in a frozen layer.  Tokens then share no scale, no threshold and no
+        noise.  A sum over devices in floats still depends on their number, one with
+        ``Gemm.reduce="int32"`` does not.
+
+        >>> Recipe().batch_invariant
+        False
+        >>> Recipe(criterion=None, fwd=Gemm(scales="row")).batch_invariant
+        True
+        """
+        fwd = self.fwd
+        return (
+            self.criterion is None
+            and fwd.lhs == fwd.rhs == "nearest"
+            and fwd.scales[0] in ("row", "row_block")
+        )
+
+    @property
     def lhs_block(self) -> tuple[int, int]:
         """Rows and columns of a block of X."""
         return self.block_shape[:2]

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fbq_jax.kernels import reference, xla_gemm
 from fbq_jax.kernels.quantized import Quantized, Term
 from fbq_jax.kernels.tpu import gemm as tpu_gemm
 from fbq_jax.kernels.tpu import steps
 from tests import oracle
+from tests.gpus import h200s, needs_compiler
 from tests.kernels import gemm_cases, triton_tools
 from tests.kernels.gemm_cases import CASES, CHECKS, FLOAT8_CASES, Case
 from tests.kernels.tpu_tools import interpreted, jitted  # noqa: F401 (a fixture)
@@ -102,6 +105,39 @@ def test_a_long_contraction_with_one_scale_does_not_overflow(module):
     multiply = jax.jit(functools.partial(module.matmul, dtype=jnp.float32))
     expected = 127 * 127 * k * 1e-6
     np.testing.assert_allclose(multiply(operand, operand), expected, rtol=1e-5)
+
+
+def product_and_sum(module, dtype):
+    """A product, its sum with something else, and the arguments of both."""
+    lhs, rhs = gemm_cases.operands(Case((1, 64, 128, 96), (1, 128, 1), None))
+    x, y = (Quantized(operand.main, None, (1, None)) for operand in (lhs, rhs))
+    z = jax.random.normal(jax.random.key(0), (1, 64, 96))
+
+    def product(x, y, z):
+        return module.matmul(x, y, dtype=dtype).astype(jnp.float32)
+
+    return product, lambda *args: product(*args) + args[-1], (x, y, z)
+
+
+@pytest.mark.parametrize("module", [xla_gemm, reference])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_sum_with_a_product_does_not_change_its_rounding(module, dtype):
+    product, total, args = product_and_sum(module, dtype)
+    optimized = {"xla_backend_optimization_level": 3}
+    got = jax.jit(total).lower(*args).compile(compiler_options=optimized)(*args)
+    np.testing.assert_array_equal(got, jax.jit(product)(*args) + args[-1])
+
+
+@needs_compiler
+def test_no_fusion_on_a_gpu_leaves_out_the_rounding_to_16_bits():
+    _, total, args = product_and_sum(xla_gemm, "bfloat16")
+    sharding = NamedSharding(h200s(1, "x"), P())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
+    text = jax.jit(total).lower(*shapes).compile().as_text()
+    assert "reduce-precision" in text
+    assert "bf16" not in text  # the sum is fused with the product's last step
 
 
 # Triton.

@@ -155,6 +155,7 @@ def cells(name, recipe):
             if gemm is recipe.fwd and side == "lhs" and recipe.criterion is not None:
                 words.append("+ residual")
             yield " ".join(words)
+    yield "yes" if recipe.batch_invariant else "no"
 
 
 def test_the_table_in_the_documents():
