@@ -313,18 +313,66 @@ def _call(
     *operands: jax.Array,
 ) -> jax.Array:
     """Calls a kernel, which XLA for CPUs compiles apart from its caller."""
-    on_cpu = jax.default_backend() == "cpu"
+    if jax.default_backend() == "cpu":
+        return _interpret(kernel, out, grid, in_specs, out_specs, *operands)
     run = pl.pallas_call(
         kernel,
         out,
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        interpret=on_cpu,
-        compiler_params=None if on_cpu else triton.CompilerParams(num_warps=4),
+        compiler_params=triton.CompilerParams(num_warps=4),
     )
     y: jax.Array = jax.jit(run)(*operands)
-    return set_xla_metadata(y, inlineable="false") if on_cpu else y
+    return y
+
+
+def _interpret(
+    kernel: Callable[..., None],
+    out: jax.ShapeDtypeStruct,
+    grid: tuple[int, ...],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: pl.BlockSpec,
+    *operands: jax.Array,
+) -> jax.Array:
+    """Calls a kernel on a CPU, for one index of the grid's first axis at a time.
+
+    Every call is the same program, which XLA compiles by itself. In one call for all of
+    the grid, the interpreter's loop would copy each operand in each turn.
+    """
+    *specs, out_spec = *in_specs, out_specs
+    run = pl.pallas_call(
+        kernel,
+        jax.ShapeDtypeStruct((_rows(out_spec), *out.shape[1:]), out.dtype),
+        grid=(1, *grid[1:]),
+        in_specs=specs,
+        out_specs=out_spec,
+        interpret=True,
+    )
+
+    def run_one(i: jax.Array) -> jax.Array:
+        # Indices of blocks grow with the grid's first axis on an operand's first axis.
+        index = i, *[0] * (len(grid) - 1)
+        parts = [
+            lax.dynamic_slice_in_dim(x, spec.index_map(*index)[0] * n, n)
+            for x, spec in zip(operands, specs, strict=True)
+            for n in [_rows(spec)]
+        ]
+        y: jax.Array = set_xla_metadata(jax.jit(run)(*parts), inlineable="false")
+        # XLA would convert all of a bfloat16 array in order to store a part of it.
+        return lax.bitcast_convert_type(y, jnp.uint16) if is_16_bit else y
+
+    is_16_bit = out.dtype == jnp.bfloat16
+    y = lax.map(run_one, jnp.arange(grid[0])).reshape(out.shape)
+    return lax.bitcast_convert_type(y, out.dtype) if is_16_bit else y
+
+
+def _rows(spec: pl.BlockSpec) -> int:
+    """The size of a block's first axis."""
+    assert spec.block_shape is not None
+    size = spec.block_shape[0]
+    assert size is None or isinstance(size, int)
+    return size or 1
 
 
 def _on_shards(run: Any, in_names: Sequence[_Names], out_names: _Names) -> _Function:
