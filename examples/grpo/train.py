@@ -19,6 +19,7 @@ from examples.llama.invariant import log_probabilities
 from examples.llama.model import Llama
 from fbq_jax import FallbackDot
 
+RAMP = 20  # updates until the learning rate is the full one
 WARMUP_BATCH, WARMUP_STEPS = 256, 1000
 Metrics = dict[str, Any]
 
@@ -77,7 +78,9 @@ def train(config: Config) -> Iterator[Metrics]:
 
 @functools.cache
 def _optimizer(lr: float) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(lr))
+    """Adam; its first steps are short, because Adam knows the gradients' sizes late."""
+    schedule = optax.linear_schedule(lr / RAMP, lr, RAMP - 1)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
 
 
 @functools.partial(jax.jit, static_argnums=0)
