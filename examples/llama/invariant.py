@@ -1,18 +1,17 @@
-"""A forward pass whose results for a token do not depend on what is beside it.
+"""A forward pass in which the bits of a token's results depend on its sequence alone.
 
-Training, prefill and decoding with a cache give a token's log-probability the same bits
-at any batch. The quantized products of a batch-invariant recipe have this property.
-Here is the rest of the model, in two forms:
+Training, prefill and decoding with a cache then give a token the same log-probability
+at any batch. The quantized products of a batch-invariant recipe have this property, and
+here is the rest of the model, in two forms:
 
-- Pallas kernels with tiles of fixed shapes, for sums and transcendental functions. On
-  CPUs they are interpreted, and XLA merges them with nothing (``_call``).
-- Ordinary operations between which `exact` stands, where every operation rounds once.
+- Pallas kernels with tiles of fixed shapes, for sums and transcendental functions. They
+  are interpreted on CPUs, where XLA merges them with nothing (`_call`).
+- Ordinary operations with `exact` between them, so that each of them rounds once.
 
 Backward passes are those of the ordinary functions.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,21 +25,20 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from examples.llama import attention, mesh
 from examples.llama.errors import UserError
 from examples.llama.rotary import Tables
-from fbq_jax import FallbackDot
+from fbq_jax import FallbackDot, recipes
 
 _Function = Callable[..., jax.Array]
 _Names = tuple[str | None, ...]
-_ROWS, _COLUMNS = 16, 128  # of the tiles of elementwise functions
-_TILE = 4096  # values of the tiles of norms, which hold whole rows
-_BATCH: _Names = ("batch", None, "heads", None)
-_LOWEST = -1e30  # a finite maximum of no scores
+_TILE = 4096  # values of a tile of rows
+_LOWEST = -1e30  # the maximum of no values, which is finite
 
 
 def check(dot_general: Any) -> None:
     """Raises UserError if a model with this ``dot_general`` cannot be invariant."""
-    recipe = dot_general.recipe if isinstance(dot_general, FallbackDot) else None
-    if recipe is None or not recipe.batch_invariant:
-        raise UserError("invariant takes a batch-invariant recipe, such as rowwise")
+    if isinstance(dot_general, FallbackDot) and dot_general.recipe.batch_invariant:
+        return
+    accepted = (name for name, r in recipes.NAMED.items() if r.batch_invariant)
+    raise UserError(f"invariant takes a batch-invariant recipe: {', '.join(accepted)}")
 
 
 def like(ordinary: _Function, invariant: _Function) -> _Function:
@@ -55,14 +53,11 @@ def like(ordinary: _Function, invariant: _Function) -> _Function:
 
 
 def exact(x: jax.Array, dtype: Any = None) -> jax.Array:
-    """Returns ``x`` in float32, rounded to a dtype (that of ``x``).
+    """Returns ``x`` in float32, rounded to a dtype, by default its own.
 
     A compiler may skip the rounding to bfloat16 before a cast to float32, or contract a
     product and a sum to one rounding. Neither crosses these operations.
     """
-
-    def ordinary(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32)
 
     def invariant(x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -70,7 +65,7 @@ def exact(x: jax.Array, dtype: Any = None) -> jax.Array:
             return lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
         return lax.clamp(-jnp.abs(wide), wide, jnp.abs(wide))
 
-    return like(ordinary, invariant)(x)
+    return like(lambda x: x.astype(jnp.float32), invariant)(x)
 
 
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -98,27 +93,22 @@ def rotate(x: jax.Array, tables: Tables) -> jax.Array:
 def rms_norm(
     x: jax.Array, scale: jax.Array, epsilon: float, dtype: Any, ordinary: _Function
 ) -> jax.Array:
-    """The RMS norm of the last axis, rounded to a dtype; ``ordinary`` is its like."""
+    """The RMS norm of the last axis in a dtype; ``ordinary`` takes x and the scale."""
     columns = x.shape[-1]
-    width = pl.next_power_of_2(columns)
-    rows = max(1, _TILE // width)
 
     def kernel(x_ref: Any, scale_ref: Any, out_ref: Any) -> None:
-        x = x_ref[:].astype(jnp.float32)
-        mean = jnp.sum(x * x, axis=1, keepdims=True) / columns
-        y = x * (lax.rsqrt(mean + epsilon) * scale_ref[:])
-        out_ref[:] = y.astype(out_ref.dtype)
+        parts = [_load(x_ref, columns, j) for j in range(_tiles(columns))]
+        squares = [jnp.sum(x * x, axis=1, keepdims=True) for x in parts]
+        rstd = lax.rsqrt(functools.reduce(jnp.add, squares) / columns + epsilon)
+        for j, part in enumerate(parts):
+            _store(out_ref, j, part * (rstd * _load(scale_ref, columns, j)))
 
     def run(x: jax.Array, scale: jax.Array) -> jax.Array:
-        padded = _pad(x.reshape(-1, columns), rows, width)
-        tile = pl.BlockSpec((rows, width), lambda i: (i, 0))
-        one = pl.BlockSpec((1, width), lambda _: (0, 0))
-        out = jax.ShapeDtypeStruct(padded.shape, dtype)
-        grid = (len(padded) // rows,)
-        y = _call(kernel, out, grid, [tile, one], tile, padded, _pad(scale, 1, width))
-        return y[: x.size // columns, :columns].reshape(x.shape)
+        out = jax.ShapeDtypeStruct((columns,), dtype)
+        y = _by_rows(kernel, columns, out, [x.reshape(-1, columns)], [scale])
+        return y.reshape(x.shape)
 
-    names: _Names = (*_BATCH[: x.ndim - 1], None)
+    names: _Names = (*("batch", None, "heads")[: x.ndim - 1], None)
     invariant = _on_shards(run, [names, (None, None)], names)
     return like(ordinary, lambda x, scale: invariant(x, scale[None]))(x, scale)
 
@@ -128,25 +118,20 @@ def pointwise(
 ) -> jax.Array:
     """Applies a function to ``count`` parts of ``x`` [B, S, count * C], in float32."""
 
-    def kernel(*refs: Any) -> None:
-        y = function(*(ref[:].astype(jnp.float32) for ref in refs[:-1]))
-        refs[-1][:] = y.astype(refs[-1].dtype)
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        columns = out_ref.shape[1]
+
+        def apply(j: Any, _: None) -> None:
+            parts = (_load(x_ref, columns, j, n * columns) for n in range(count))
+            _store(out_ref, j, function(*parts))
+
+        lax.fori_loop(0, _tiles(columns), apply, None)
 
     def run(x: jax.Array) -> jax.Array:
         *batch, _, columns = x.shape
-        size = math.prod(batch)
-        parts = x.reshape(size, count, columns)
-        missing = (0, -size % _ROWS), (0, 0), (0, -columns % _COLUMNS)
-        parts = jnp.pad(parts, missing)
-        grid = len(parts) // _ROWS, parts.shape[2] // _COLUMNS
-        specs = [
-            pl.BlockSpec((_ROWS, None, _COLUMNS), lambda i, j, n=n: (i, n, j))
-            for n in range(count)
-        ]
-        out = jax.ShapeDtypeStruct((len(parts), parts.shape[2]), x.dtype)
-        tile = pl.BlockSpec((_ROWS, _COLUMNS), lambda i, j: (i, j))
-        y = _call(kernel, out, grid, specs, tile, *[parts] * count)
-        return y[:size, :columns].reshape(*batch, columns)
+        out = jax.ShapeDtypeStruct((columns,), x.dtype)
+        y = _by_rows(kernel, columns, out, [x.reshape(-1, count * columns)])
+        return y.reshape(*batch, columns)
 
     names = ("batch", None, None, "mlp"), ("batch", None, "mlp")
     invariant = _on_shards(run, names[:1], names[1])
@@ -161,6 +146,7 @@ def log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
     Their bits depend on the logits of each position, float32 [B, S, V], alone.
     """
+    size = logits.shape[-1]
 
     def ordinary(logits: jax.Array, tokens: jax.Array) -> jax.Array:
         chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
@@ -169,31 +155,25 @@ def log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     def kernel(logits_ref: Any, tokens_ref: Any, out_ref: Any) -> None:
         tokens = tokens_ref[:]
 
-        def add_columns(i: Any, sums: Any) -> Any:
+        def add_columns(j: Any, sums: Any) -> Any:
             highest, total, chosen = sums
-            x = logits_ref[:, pl.ds(i * _COLUMNS, _COLUMNS)]
-            column = i * _COLUMNS + lax.broadcasted_iota(jnp.int32, x.shape, 1)
-            new = jnp.maximum(highest, jnp.max(x, axis=1))
-            total = total * jnp.exp(highest - new)
-            total += jnp.sum(jnp.exp(x - new[:, None]), axis=1)
-            is_token = column == tokens[:, None]
-            return new, total, chosen + jnp.sum(jnp.where(is_token, x, 0.0), axis=1)
+            x = _load(logits_ref, size, j, fill=-jnp.inf)
+            column = j * x.shape[1] + lax.broadcasted_iota(jnp.int32, x.shape, 1)
+            new = jnp.maximum(highest, jnp.max(x, axis=1, keepdims=True))
+            part = jnp.sum(jnp.exp(x - new), axis=1, keepdims=True)
+            found = jnp.where(column == tokens, x, 0.0)
+            chosen += jnp.sum(found, axis=1, keepdims=True)
+            return new, total * jnp.exp(highest - new) + part, chosen
 
-        zeros = jnp.zeros((_ROWS,), jnp.float32)
-        count = logits_ref.shape[1] // _COLUMNS
-        start = zeros + _LOWEST, zeros, zeros
-        highest, total, chosen = lax.fori_loop(0, count, add_columns, start)
+        zeros = jnp.zeros(out_ref.shape, jnp.float32)
+        sums = zeros + _LOWEST, zeros, zeros
+        highest, total, chosen = lax.fori_loop(0, _tiles(size), add_columns, sums)
         out_ref[:] = (chosen - highest) - jnp.log(total)
 
     def run(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        rows = logits.reshape(-1, logits.shape[-1])
-        rows = _pad(rows, _ROWS, _COLUMNS, -jnp.inf)
-        flat = jnp.pad(tokens.reshape(-1), (0, len(rows) - tokens.size))
-        row = pl.BlockSpec((_ROWS, rows.shape[1]), lambda i: (i, 0))
-        one = pl.BlockSpec((_ROWS,), lambda i: (i,))
-        out = jax.ShapeDtypeStruct(flat.shape, jnp.float32)
-        y = _call(kernel, out, (len(flat) // _ROWS,), [row, one], one, rows, flat)
-        return y[: tokens.size].reshape(tokens.shape)
+        rows, out = logits.reshape(-1, size), jax.ShapeDtypeStruct((1,), jnp.float32)
+        y = _by_rows(kernel, size, out, [rows, tokens.reshape(-1, 1)])
+        return y.reshape(tokens.shape)
 
     names: list[_Names] = [("batch", None, None), ("batch", None)]
     invariant = _on_shards(run, names, names[1])
@@ -210,65 +190,68 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """`attention.attend`, an online softmax over tiles of keys in ascending order.
+    """`attention.attend`, by an online softmax over tiles of keys in ascending order.
 
-    A query has the same place in a tile of queries, by its position, in every call.
+    In every call, a query has the same row of a tile: its position modulo the tile.
     """
-    *_, seq, heads, head_dim = q.shape
-    group, side = heads // k.shape[2], _attention_side()
-    scale = scale or head_dim**-0.5
+    seq, heads, head_dim = q.shape[1:]
+    group, side = heads // k.shape[2], 32 if jax.default_backend() == "cpu" else 64
+    width, scale = max(16, pl.next_power_of_2(head_dim)), scale or head_dim**-0.5
 
-    def kernel(start_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any) -> None:
-        tile = start_ref[0] // side + pl.program_id(2)
-        q = q_ref[:]
-        queries = tile * side + lax.broadcasted_iota(jnp.int32, (side, side), 0)
+    def kernel(
+        start_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any
+    ) -> None:
+        tile, q = start_ref[0] // side + pl.program_id(2), q_ref[:]
+        iota = functools.partial(lax.broadcasted_iota, jnp.int32, (side, side))
+        queries = tile * side + iota(0)
 
         def add_keys(i: Any, sums: Any) -> Any:
             highest, total, out = sums
-            k, v = (ref[pl.ds(i * side, side), :] for ref in (k_ref, v_ref))
+            keys = i * side + iota(1)
+            k, v = (_load_keys(ref, i * side, q.shape) for ref in (k_ref, v_ref))
             scores = _dot(q, k.T) * scale
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
-            keys = i * side + lax.broadcasted_iota(jnp.int32, (side, side), 1)
-            seen = queries >= keys
-            if window is not None:
-                seen &= queries - keys < window
+            distance = queries - keys
+            seen = (distance >= 0) & (distance < (window or k_ref.shape[0]))
             scores = jnp.where(seen, scores, -jnp.inf)
-            new = jnp.maximum(highest, jnp.max(scores, axis=1))
-            p, decay = jnp.exp(scores - new[:, None]), jnp.exp(highest - new)
-            total = total * decay + jnp.sum(p, axis=1)
-            return new, total, out * decay[:, None] + _dot(p.astype(v.dtype), v)
+            new = jnp.maximum(highest, jnp.max(scores, axis=1, keepdims=True))
+            p, decay = jnp.exp(scores - new), jnp.exp(highest - new)
+            total = total * decay + jnp.sum(p, axis=1, keepdims=True)
+            return new, total, out * decay + _dot(p.astype(v.dtype), v)
 
-        first = 0 if window is None else jnp.maximum(tile * side - window + 1, 0) // side
-        zeros = jnp.zeros((side,), jnp.float32)
+        first = 0
+        if window is not None:
+            first = jnp.maximum(tile * side - window + 1, 0) // side
+        zeros = jnp.zeros((side, 1), jnp.float32)
         sums = zeros + _LOWEST, zeros, jnp.zeros(q.shape, jnp.float32)
         _, total, out = lax.fori_loop(first, tile + 1, add_keys, sums)
-        out_ref[:] = (out / total[:, None]).astype(out_ref.dtype)
+        out_ref[:] = (out / total).astype(out_ref.dtype)
 
     def run(start: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        width = max(16, pl.next_power_of_2(head_dim))
         # Queries from any position on may reach into one more tile.
-        tiles = -(-(seq + (0 if is_whole else side - 1)) // side)
-        q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, width - head_dim)]) for x in (q, k, v))
-        k, v = (jnp.pad(x, _after(1, -x.shape[1] % side)) for x in (k, v))
-        padded = jnp.zeros((len(q), tiles * side, *q.shape[2:]), q.dtype)
-        padded = lax.dynamic_update_slice_in_dim(padded, q, start[0] % side, axis=1)
+        tiles = pl.cdiv(seq + (0 if is_whole else side - 1), side)
+        place = (0, start[0] % side, 0, 0)
+        placed = jnp.zeros((len(q), tiles * side, q.shape[2], width), q.dtype)
+        placed = lax.dynamic_update_slice(placed, q, place)
         tile = pl.BlockSpec((None, side, None, width), lambda b, h, i: (b, i, h, 0))
-        all_keys = pl.BlockSpec(
-            (None, k.shape[1], None, width), lambda b, h, i: (b, 0, h // group, 0)
+        keys = pl.BlockSpec(
+            (None, k.shape[1], None, head_dim), lambda b, h, _: (b, 0, h // group, 0)
         )
-        one = pl.BlockSpec((1,), lambda *_: (0,))
-        specs, grid = [one, tile, all_keys, all_keys], (len(q), q.shape[2], tiles)
-        out = jax.ShapeDtypeStruct(padded.shape, q.dtype)
-        y = _call(kernel, out, grid, specs, tile, start, padded, k, v)
-        y = lax.dynamic_slice_in_dim(y, start[0] % side, seq, axis=1)
-        return y[..., :head_dim]
+        y = _call(
+            kernel,
+            jax.ShapeDtypeStruct(placed.shape, q.dtype),
+            (len(q), q.shape[2], tiles),
+            [pl.BlockSpec((1,), lambda *_: (0,)), tile, keys, keys],
+            tile,
+            *(start, placed, k, v),
+        )
+        return lax.dynamic_slice(y, place, q.shape)
 
-    names = _BATCH
+    names: _Names = ("batch", None, "heads", None)
     if mesh.spec(q.shape, names) != mesh.spec(k.shape, names):
-        names = ("batch", None, None, None)  # devices do not divide the heads of keys
+        names = "batch", None, None, None  # devices do not divide the heads of keys
     is_whole = start is None
-
 
     def from_position(start: Any, *qkv: jax.Array) -> jax.Array:
         start = jnp.reshape(jnp.int32(start), 1)
@@ -280,12 +263,7 @@ def attend(
     ordinary = functools.partial(
         attention.attend, scale=scale, window=window, softcap=softcap
     )
-    return like(ordinary, lambda *qkv: from_position(0, *qkv))(q, k, v)
-
-
-def _attention_side() -> int:
-    """The queries and the keys of a tile of attention."""
-    return 32 if jax.default_backend() == "cpu" else 64
+    return like(ordinary, functools.partial(from_position, 0))(q, k, v)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -293,15 +271,71 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _after(axis: int, count: int) -> list[tuple[int, int]]:
-    """The padding of an array of four axes by so many zeros at the end of one."""
-    return [(0, count if i == axis else 0) for i in range(4)]
+def _load_keys(ref: Any, first: Any, shape: tuple[int, int]) -> jax.Array:
+    """A tile of keys or values, with zeros beyond their heads and the last of them."""
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+    exists = (first + row < ref.shape[0]) & (column < ref.shape[1])
+    view = ref.at[pl.ds(first, shape[0]), pl.ds(0, shape[1])]
+    return triton.load(view, mask=exists, other=0)
 
 
-def _pad(x: jax.Array, rows: int, columns: int, value: float = 0) -> jax.Array:
-    """Pads a matrix to multiples of a tile."""
-    missing = [(0, -n % side) for n, side in zip(x.shape, (rows, columns), strict=True)]
-    return jnp.pad(x, missing, constant_values=value)
+def _width(columns: int) -> int:
+    """The columns of a tile of rows that have so many."""
+    return min(max(128, pl.next_power_of_2(columns)), _TILE)
+
+
+def _tiles(columns: int) -> int:
+    return pl.cdiv(columns, _width(columns))
+
+
+def _tile(ref: Any, columns: int, j: Any, first: int = 0) -> tuple[Any, jax.Array]:
+    """Tile ``j`` of the columns from ``first`` on, and which of them exist."""
+    width = _width(columns)
+    view = ref.at[:, pl.ds(first + j * width, width)]
+    column = lax.broadcasted_iota(jnp.int32, (ref.shape[0], width), 1)
+    return view, column < columns - j * width
+
+
+def _load(
+    ref: Any, columns: int, j: Any, first: int = 0, fill: float = 0.0
+) -> jax.Array:
+    view, exists = _tile(ref, columns, j, first)
+    return triton.load(view, mask=exists, other=fill).astype(jnp.float32)
+
+
+def _store(ref: Any, j: Any, value: jax.Array) -> None:
+    view, exists = _tile(ref, ref.shape[1], j)
+    triton.store(view, value.astype(ref.dtype), mask=exists)
+
+
+def _by_rows(
+    kernel: Callable[..., None],
+    columns: int,
+    out: jax.ShapeDtypeStruct,
+    operands: Sequence[jax.Array],
+    shared: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """Calls a kernel for each tile of rows of so many columns.
+
+    ``out`` is one row of the results, and ``shared`` are rows that all tiles read.
+    """
+    rows = _TILE // _width(columns)
+    missing = -len(operands[0]) % rows
+    padded = [jnp.pad(x, ((0, missing), (0, 0))) for x in operands]
+
+    def tile(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((rows, width), lambda i: (i, 0))
+
+    y = _call(
+        kernel,
+        jax.ShapeDtypeStruct((len(padded[0]), *out.shape), out.dtype),
+        (len(padded[0]) // rows,),
+        [tile(x.shape[1]) for x in padded]
+        + [pl.BlockSpec(x.shape, lambda _: (0, 0)) for x in shared],
+        tile(*out.shape),
+        *(*padded, *shared),
+    )
+    return y[: len(operands[0])]
 
 
 def _call(
@@ -312,16 +346,19 @@ def _call(
     out_specs: pl.BlockSpec,
     *operands: jax.Array,
 ) -> jax.Array:
-    """Calls a kernel, which XLA for CPUs compiles apart from its caller."""
-    if jax.default_backend() == "cpu":
+    """Calls a kernel."""
+    backend = jax.default_backend()
+    if backend == "cpu":
         return _interpret(kernel, out, grid, in_specs, out_specs, *operands)
+    if backend != "gpu":
+        raise UserError(f"invariant takes a CPU or an NVIDIA GPU, got a {backend}")
     run = pl.pallas_call(
         kernel,
         out,
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        compiler_params=triton.CompilerParams(num_warps=4),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
     )
     y: jax.Array = jax.jit(run)(*operands)
     return y
@@ -382,9 +419,8 @@ def _on_shards(run: Any, in_names: Sequence[_Names], out_names: _Names) -> _Func
         if jax.sharding.get_abstract_mesh().empty:
             return run(*operands)
         specs = tuple(map(mesh.spec, (x.shape for x in operands), in_names))
-        shape = jax.eval_shape(run, *operands).shape
-        return jax.shard_map(
-            run, in_specs=specs, out_specs=mesh.spec(shape, out_names), check_vma=False
-        )(*operands)
+        out = mesh.spec(jax.eval_shape(run, *operands).shape, out_names)
+        run_shard = jax.shard_map(run, in_specs=specs, out_specs=out, check_vma=False)
+        return run_shard(*operands)
 
     return call

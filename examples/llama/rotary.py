@@ -114,9 +114,7 @@ class Rope(NamedTuple):
 Tables = tuple[jax.Array, jax.Array]  # cosines and sines
 
 
-def rotary_tables(
-    ropes: Sequence[Rope | None], head_dim: int, seq_len: int
-) -> Tables:
+def rotary_tables(ropes: Sequence[Rope | None], head_dim: int, seq_len: int) -> Tables:
     """Computes the cosines and sines of the rotary angles of positions, as constants.
 
     Both are float32 [ropes, seq_len, 1, head_dim / 2]. The angles of None are 0.
