@@ -5,10 +5,9 @@
 import dataclasses
 from typing import Annotated, Literal
 
-import jax.numpy as jnp
-
 from examples.grpo import task
-from examples.llama import fields
+from examples.llama import fields, invariant
+from examples.llama.errors import UserError
 from examples.llama.fields import Positive, Range, Seed, Size, option
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
@@ -35,11 +34,12 @@ class Config:
         None, "recipe of the model that samples (default: the trainer's)"
     )
     invariant: bool | None = option(
-        None, "compute a token's log-probability with the same bits in both models "
-        "(default: if the recipe can and is the one of both)"
+        None,
+        "both models compute a token's log-probability with the same bits "
+        "(default: if their recipe is one, and batch-invariant)",
     )
     seed: Seed = option(0, "seed of the weights, the prompts and the answers")
-    steps: Size = option(100, "rollouts, each with its updates")
+    steps: Size = option(80, "rollouts, each with its updates")
     prompts: Size = option(128, "prompts of a rollout")
     samples: Size = option(8, "answers that are sampled for each prompt")
     updates: Size = option(2, "updates after each rollout, each with all answers")
@@ -52,6 +52,15 @@ class Config:
 
     def __post_init__(self) -> None:
         fields.check(self)
+        dots = [RECIPES[self.recipe], RECIPES[self.rollout or self.recipe]]
+        if self.invariant is None:
+            chosen = dots[0] == dots[1] and _is_batch_invariant(dots[0])
+            object.__setattr__(self, "invariant", chosen)
+        elif self.invariant:
+            invariant.check(dots[0])
+            if dots[0] != dots[1]:
+                got = f"got {self.recipe} and {self.rollout}"
+                raise UserError(f"invariant takes one recipe for both models, {got}")
 
     def models(self) -> tuple[Llama, Llama]:
         """Returns the model that trains and the model that samples."""
@@ -63,13 +72,11 @@ class Config:
             num_heads=4,
             num_kv_heads=2,
             max_seq_len=task.PROMPT + task.ANSWER,
-            dtype=jnp.bfloat16,
-            invariant=self.is_invariant(),
+            invariant=bool(self.invariant),
         )
         rollout = self.rollout or self.recipe
         return Llama(sizes, RECIPES[self.recipe]), Llama(sizes, RECIPES[rollout])
 
-    def is_invariant(self) -> bool:
-        if self.invariant is not None:
-            return self.invariant
-        return (self.rollout or self.recipe) == self.recipe in ("rowwise", "row_block_lhs")
+
+def _is_batch_invariant(dot_general: DotGeneral | None) -> bool:
+    return isinstance(dot_general, FallbackDot) and dot_general.recipe.batch_invariant
