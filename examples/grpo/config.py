@@ -20,7 +20,6 @@ RECIPES: dict[str, DotGeneral | None] = {
     **{name: FallbackDot(recipe) for name, recipe in recipes.NAMED.items()},
 }
 _Recipe = Annotated[str, Literal[*RECIPES]]
-_Share = Annotated[float, Range(float, 0, 1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +42,9 @@ class Config:
     prompts: Size = option(128, "prompts of a rollout")
     samples: Size = option(8, "answers that are sampled for each prompt")
     updates: Size = option(2, "updates after each rollout, each with all answers")
-    clip: _Share = option(0.2, "how far a ratio may be from 1 before it stops counting")
+    clip: Positive = option(0.2, "how far a ratio counts from 1 on")
     lr: Positive = option(1e-3, "learning rate of the updates")
-    warmup: _Share = option(
+    warmup: Annotated[float, Range(float, 0, 1)] = option(
         0.2, "share of right answers up to which the model first trains on answers"
     )
     warmup_lr: Positive = option(3e-3, "learning rate of that training")

@@ -25,8 +25,8 @@ def clipped_loss(
         -mean_t(min(ratio_t * A, max(1 - clip, min(1 + clip, ratio_t)) * A))
 
     Where all ratios are 1, its gradient is the policy gradient, -mean_t(A * grad log
-    p(token_t)). All answers have the same length, so the mean over tokens is GRPO's mean
-    over samples of the means over their tokens.
+    p(token_t)). All answers have the same length, so the mean over tokens is GRPO's
+    mean over samples of the means over their tokens.
 
     Args:
         log_ratios: float32 [B, T].

@@ -47,9 +47,15 @@ def sample(
     """
     cache = empty_cache(model.config, len(prompts), prompts.shape[1] + length)
     logits, cache = _read(model, variables, prompts, cache)
-    answers, found = _draw(model, samples, length, variables, logits, cache, key)
+    answers = _draw(model, samples, length, variables, logits, cache, key)
     prompts = jnp.repeat(prompts, samples, axis=0)
-    return Rollout(jnp.concatenate([prompts, answers], axis=1), found)
+    tokens = jnp.concatenate([prompts, answers.tokens], axis=1)
+    return Rollout(tokens, answers.log_probabilities)
+
+
+class _Chosen(NamedTuple):
+    tokens: jax.Array  # int32
+    log_probabilities: jax.Array  # float32, of these tokens
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -57,7 +63,8 @@ def _read(
     model: Llama, variables: Any, prompts: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
     """Returns the logits after the prompts, [P, V], and their cache."""
-    logits, cache = model.apply(variables, prompts, cache)  # type: ignore[misc]
+    found: Any = model.apply(variables, prompts, cache)
+    logits, cache = found
     return logits[:, -1], cache
 
 
@@ -70,30 +77,28 @@ def _draw(
     logits: jax.Array,
     cache: KVCache,
     key: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns answers and their log-probabilities, [P * samples, length] each."""
+) -> _Chosen:
+    """Returns answers with their log-probabilities, [P * samples, length]."""
     keys, values = (jnp.repeat(x, samples, axis=1) for x in cache[:2])
-    cache = KVCache(keys, values, cache.length)
 
-    def choose(logits: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(logits: jax.Array, key: jax.Array) -> _Chosen:
         tokens = jax.random.categorical(key, logits).astype(jnp.int32)
-        return tokens, log_probabilities(logits[:, None], tokens[:, None])[:, 0]
+        found = log_probabilities(logits[:, None], tokens[:, None])
+        return _Chosen(tokens, found[:, 0])
 
     def advance(
         state: tuple[jax.Array, KVCache], key: jax.Array
-    ) -> tuple[tuple[jax.Array, KVCache], tuple[jax.Array, jax.Array]]:
+    ) -> tuple[tuple[jax.Array, KVCache], _Chosen]:
         tokens, cache = state
-        logits, cache = model.apply(  # type: ignore[misc]
-            variables, tokens[:, None], cache
-        )
+        found: Any = model.apply(variables, tokens[:, None], cache)
+        logits, cache = found
         chosen = choose(logits[:, -1], key)
-        return (chosen[0], cache), chosen
+        return (chosen.tokens, cache), chosen
 
-    first_key, *others = jax.random.split(key, length)
-    first = choose(jnp.repeat(logits, samples, axis=0), first_key)
-    _, others = jax.lax.scan(advance, (first[0], cache), jnp.stack(others))
-    answers, found = (
-        jnp.concatenate([x[:, None], xs.T], axis=1)
-        for x, xs in zip(first, others, strict=True)
+    key, *keys_of_others = jax.random.split(key, length)
+    first = choose(jnp.repeat(logits, samples, axis=0), key)
+    state = first.tokens, KVCache(keys, values, cache.length)
+    _, others = jax.lax.scan(advance, state, jnp.stack(keys_of_others))
+    return jax.tree.map(
+        lambda x, xs: jnp.concatenate([x[:, None], xs.T], axis=1), first, others
     )
-    return answers, found

@@ -32,16 +32,6 @@ def reward(tokens: jax.Array) -> jax.Array:
     return (are_digits & is_sum).astype(jnp.float32)
 
 
-def encode(text: str) -> list[int]:
-    """Returns the tokens of a text."""
-    return [CHARACTERS.index(character) for character in text]
-
-
-def decode(tokens: jax.Array) -> str:
-    """Returns the text of tokens [S]."""
-    return "".join(CHARACTERS[token] for token in tokens.tolist())
-
-
 def _sum_of(prompts: jax.Array) -> jax.Array:
     return _number(prompts[:, :2]) + _number(prompts[:, 3:5])
 
