@@ -24,7 +24,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
     data = None if config.data is None else Path(config.data)
     if (folder := config.from_hf) is None:
         corpus = load_corpus(data)
-        return _with_recipe(config, config.sizes(corpus.vocab_size)), None, corpus
+        return with_recipe(config, config.sizes(corpus.vocab_size)), None, corpus
     sizes, weights = hf.load(folder)
     is_text = token_ids_folder(data) is None
     tokenizer = hf.load_tokenizer(folder) if is_text else None
@@ -37,17 +37,18 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
     if config.seq > (longest := sizes.max_seq_len):
         got = f"got {config.seq}"
         raise UserError(f"seq takes at most {longest} with {folder}, {got}")
-    return _with_recipe(config, sizes), weights, corpus
+    return with_recipe(config, sizes), weights, corpus
 
 
 def build_model(config: Config) -> Llama:
     """Builds the model of a run, without the data for one that was loaded."""
     if config.from_hf is None:
         return build(config)[0]
-    return _with_recipe(config, hf.load(config.from_hf)[0])
+    return with_recipe(config, hf.load(config.from_hf)[0])
 
 
-def _with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
+def with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
+    """Builds a model with the recipe of a run, and what its layers save."""
     dot_general = config.dot_general(experts=sizes.num_experts is not None)
     saved_bits = config.saved_bits
     if saved_bits is None and dot_general is not None:

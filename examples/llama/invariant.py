@@ -96,21 +96,16 @@ def rms_norm(
     """The RMS norm of the last axis in a dtype; ``ordinary`` takes x and the scale."""
     columns = x.shape[-1]
 
-    def kernel(x_ref: Any, scale_ref: Any, out_ref: Any) -> None:
-        parts = [_load(x_ref, columns, j) for j in range(_tiles(columns))]
-        squares = [jnp.sum(x * x, axis=1, keepdims=True) for x in parts]
-        rstd = lax.rsqrt(functools.reduce(jnp.add, squares) / columns + epsilon)
-        for j, part in enumerate(parts):
-            _store(out_ref, j, part * (rstd * _load(scale_ref, columns, j)))
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        mean = jnp.sum(x * x, axis=1, keepdims=True) / columns
+        return x * (lax.rsqrt(mean + epsilon) * scale)
 
     def run(x: jax.Array, scale: jax.Array) -> jax.Array:
         out = jax.ShapeDtypeStruct((columns,), dtype)
-        y = _by_rows(kernel, columns, out, [x.reshape(-1, columns)], [scale])
-        return y.reshape(x.shape)
+        return _by_rows(norm, out, x.reshape(-1, 1, columns), scale).reshape(x.shape)
 
     names: _Names = (*("batch", None, "heads")[: x.ndim - 1], None)
-    invariant = _on_shards(run, [names, (None, None)], names)
-    return like(ordinary, lambda x, scale: invariant(x, scale[None]))(x, scale)
+    return like(ordinary, _on_shards(run, [names, (None,)], names))(x, scale)
 
 
 def pointwise(
@@ -118,19 +113,10 @@ def pointwise(
 ) -> jax.Array:
     """Applies a function to ``count`` parts of ``x`` [B, S, count * C], in float32."""
 
-    def kernel(x_ref: Any, out_ref: Any) -> None:
-        columns = out_ref.shape[1]
-
-        def apply(j: Any, _: None) -> None:
-            parts = (_load(x_ref, columns, j, n * columns) for n in range(count))
-            _store(out_ref, j, function(*parts))
-
-        lax.fori_loop(0, _tiles(columns), apply, None)
-
     def run(x: jax.Array) -> jax.Array:
         *batch, _, columns = x.shape
         out = jax.ShapeDtypeStruct((columns,), x.dtype)
-        y = _by_rows(kernel, columns, out, [x.reshape(-1, count * columns)])
+        y = _by_rows(function, out, x.reshape(-1, count, columns))
         return y.reshape(*batch, columns)
 
     names = ("batch", None, None, "mlp"), ("batch", None, "mlp")
@@ -146,38 +132,23 @@ def log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
     Their bits depend on the logits of each position, float32 [B, S, V], alone.
     """
-    size = logits.shape[-1]
 
-    def ordinary(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
+    def sum_exponentials(x: jax.Array) -> jax.Array:
+        highest = jnp.max(x, axis=1, keepdims=True)
+        total = jnp.sum(jnp.exp(x - highest), axis=1, keepdims=True)
+        return jnp.log(total) + highest
 
-    def kernel(logits_ref: Any, tokens_ref: Any, out_ref: Any) -> None:
-        tokens = tokens_ref[:]
+    def run(logits: jax.Array) -> jax.Array:
+        rows = logits.reshape(-1, 1, logits.shape[-1])
+        out = jax.ShapeDtypeStruct((1,), jnp.float32)
+        y = _by_rows(sum_exponentials, out, rows, fill=-jnp.inf)
+        return y.reshape(logits.shape[:2])
 
-        def add_columns(j: Any, sums: Any) -> Any:
-            highest, total, chosen = sums
-            x = _load(logits_ref, size, j, fill=-jnp.inf)
-            column = j * x.shape[1] + lax.broadcasted_iota(jnp.int32, x.shape, 1)
-            new = jnp.maximum(highest, jnp.max(x, axis=1, keepdims=True))
-            part = jnp.sum(jnp.exp(x - new), axis=1, keepdims=True)
-            found = jnp.where(column == tokens, x, 0.0)
-            chosen += jnp.sum(found, axis=1, keepdims=True)
-            return new, total * jnp.exp(highest - new) + part, chosen
-
-        zeros = jnp.zeros(out_ref.shape, jnp.float32)
-        sums = zeros + _LOWEST, zeros, zeros
-        highest, total, chosen = lax.fori_loop(0, _tiles(size), add_columns, sums)
-        out_ref[:] = (chosen - highest) - jnp.log(total)
-
-    def run(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        rows, out = logits.reshape(-1, size), jax.ShapeDtypeStruct((1,), jnp.float32)
-        y = _by_rows(kernel, size, out, [rows, tokens.reshape(-1, 1)])
-        return y.reshape(tokens.shape)
-
-    names: list[_Names] = [("batch", None, None), ("batch", None)]
-    invariant = _on_shards(run, names, names[1])
-    return like(ordinary, invariant)(logits, tokens.astype(jnp.int32))
+    invariant = _on_shards(run, [("batch", None, None)], ("batch", None))
+    ordinary = functools.partial(jax.nn.logsumexp, axis=-1)
+    normalizers = like(ordinary, invariant)(logits)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return exact(chosen) - exact(normalizers)
 
 
 def attend(
@@ -244,7 +215,7 @@ def attend(
             (len(q), q.shape[2], tiles),
             [pl.BlockSpec((1,), lambda *_: (0,)), tile, keys, keys],
             tile,
-            *(start, placed, k, v),
+            *(4, start, placed, k, v),
         )
         return lax.dynamic_slice(y, place, q.shape)
 
@@ -279,63 +250,51 @@ def _load_keys(ref: Any, first: Any, shape: tuple[int, int]) -> jax.Array:
     return triton.load(view, mask=exists, other=0)
 
 
-def _width(columns: int) -> int:
-    """The columns of a tile of rows that have so many."""
-    return min(max(128, pl.next_power_of_2(columns)), _TILE)
-
-
-def _tiles(columns: int) -> int:
-    return pl.cdiv(columns, _width(columns))
-
-
-def _tile(ref: Any, columns: int, j: Any, first: int = 0) -> tuple[Any, jax.Array]:
-    """Tile ``j`` of the columns from ``first`` on, and which of them exist."""
-    width = _width(columns)
-    view = ref.at[:, pl.ds(first + j * width, width)]
-    column = lax.broadcasted_iota(jnp.int32, (ref.shape[0], width), 1)
-    return view, column < columns - j * width
-
-
-def _load(
-    ref: Any, columns: int, j: Any, first: int = 0, fill: float = 0.0
-) -> jax.Array:
-    view, exists = _tile(ref, columns, j, first)
-    return triton.load(view, mask=exists, other=fill).astype(jnp.float32)
-
-
-def _store(ref: Any, j: Any, value: jax.Array) -> None:
-    view, exists = _tile(ref, ref.shape[1], j)
-    triton.store(view, value.astype(ref.dtype), mask=exists)
-
-
 def _by_rows(
-    kernel: Callable[..., None],
-    columns: int,
+    function: _Function,
     out: jax.ShapeDtypeStruct,
-    operands: Sequence[jax.Array],
-    shared: Sequence[jax.Array] = (),
+    x: jax.Array,
+    shared: jax.Array | None = None,
+    fill: float = 0.0,
 ) -> jax.Array:
-    """Calls a kernel for each tile of rows of so many columns.
+    """Applies a function, which returns rows ``out``, to tiles of rows in float32.
 
-    ``out`` is one row of the results, and ``shared`` are rows that all tiles read.
+    The function takes the n parts of rows of ``x`` [M, n, C], filled to a power of two,
+    and the row ``shared`` [C].
     """
-    rows = _TILE // _width(columns)
-    missing = -len(operands[0]) % rows
-    padded = [jnp.pad(x, ((0, missing), (0, 0))) for x in operands]
+    size, count, columns = x.shape
+    width = max(128, pl.next_power_of_2(columns))
+    rows = max(1, _TILE // width)
 
-    def tile(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((rows, width), lambda i: (i, 0))
+    def kernel(*refs: Any) -> None:
+        operands = []
+        for ref in refs[:-1]:
+            view, exists = _columns(ref, columns, width)
+            part = triton.load(view, mask=exists, other=fill)
+            operands.append(part.astype(jnp.float32))
+        y = function(*operands).astype(out.dtype)
+        view, exists = _columns(refs[-1], *out.shape, y.shape[1])
+        triton.store(view, y, mask=exists)
 
-    y = _call(
-        kernel,
-        jax.ShapeDtypeStruct((len(padded[0]), *out.shape), out.dtype),
-        (len(padded[0]) // rows,),
-        [tile(x.shape[1]) for x in padded]
-        + [pl.BlockSpec(x.shape, lambda _: (0, 0)) for x in shared],
-        tile(*out.shape),
-        *(*padded, *shared),
-    )
-    return y[: len(operands[0])]
+    x = jnp.pad(x, ((0, -size % rows), (0, 0), (0, 0)))
+    specs = [
+        pl.BlockSpec((rows, None, columns), lambda i, n=n: (i, n, 0))
+        for n in range(count)
+    ]
+    operands = [x] * count
+    if shared is not None:
+        specs.append(pl.BlockSpec((1, columns), lambda _: (0, 0)))
+        operands.append(shared[None])
+    outs = jax.ShapeDtypeStruct((len(x), *out.shape), out.dtype)
+    tile = pl.BlockSpec((rows, *out.shape), lambda i: (i, 0))
+    warps = min(32, max(4, rows * width // 1024))
+    return _call(kernel, outs, (len(x) // rows,), specs, tile, warps, *operands)[:size]
+
+
+def _columns(ref: Any, columns: int, width: int) -> tuple[Any, jax.Array]:
+    """The columns of a tile of rows, and which of them exist."""
+    column = lax.broadcasted_iota(jnp.int32, (ref.shape[0], width), 1)
+    return ref.at[:, pl.ds(0, width)], column < columns
 
 
 def _call(
@@ -344,6 +303,7 @@ def _call(
     grid: tuple[int, ...],
     in_specs: Sequence[pl.BlockSpec],
     out_specs: pl.BlockSpec,
+    warps: int,
     *operands: jax.Array,
 ) -> jax.Array:
     """Calls a kernel."""
@@ -358,7 +318,7 @@ def _call(
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
     )
     y: jax.Array = jax.jit(run)(*operands)
     return y

@@ -4,7 +4,6 @@ import dataclasses
 import reprlib
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from examples.llama import fields
