@@ -36,7 +36,7 @@ def gather(folders: list[Path]) -> Results:
             raise UserError(f"{folder} holds no run: {config} and metrics of a step")
         columns = {
             name: [float(f"{record[name]:.{_DIGITS}g}") for record in records]
-            for name in records[0].keys() - {"step"}
+            for name in records[0].keys() - {"step", "seconds"}
         }
         options = json.loads(config.read_text(encoding="utf-8"))
         runs.append({"options": options, "metrics": dict(sorted(columns.items()))})
@@ -63,26 +63,29 @@ def by_label(results: Results) -> dict[str, list[dict[str, list[float]]]]:
 
 
 def draw(results: Results) -> Figure:
-    """Draws rewards over steps, with thin curves of single runs, and mismatches."""
+    """Draws rewards, with thin curves of single runs, and the largest mismatches."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     rewards, mismatches = figure.subplots(1, 2)
     rewards.set(title="Share of right answers in a rollout", xlabel="step")
-    title = "Largest |log ratio| before the first update"
+    title = "Largest |log ratio| before the first update, of all seeds"
     mismatches.set(title=title, xlabel="step")
     mismatches.set_yscale("symlog", linthresh=_SMALLEST, linscale=0.5)
     for index, (label, runs) in enumerate(by_label(results).items()):
-        line, largest = style(index), max(max(run["max_log_ratio"]) for run in runs)
-        for run in runs:
-            steps = np.arange(1, 1 + len(run["reward"]))
-            color = line["color"]
-            rewards.plot(steps, smooth(np.array(run["reward"])), color=color, lw=0.5)
-            mismatches.plot(steps, run["max_log_ratio"], linewidth=0.8, **line)
-        length = min(len(run["reward"]) for run in runs)
-        mean = np.mean([run["reward"][:length] for run in runs], axis=0)
-        rewards.plot(steps[:length], smooth(mean), linewidth=2, label=label, **line)
-        mismatches.plot([], [], label=f"{label}: up to {largest:.2g}", **line)
+        line = {"label": label, **style(index)}
+        count = min(len(run["reward"]) for run in runs)
+        steps = np.arange(1, 1 + count)
+        of_seeds, sizes = (
+            np.array([run[name][:count] for run in runs])
+            for name in ("reward", "max_log_ratio")
+        )
+        for curve in of_seeds:
+            rewards.plot(steps, smooth(curve), color=line["color"], linewidth=0.5)
+        rewards.plot(steps, smooth(of_seeds.mean(axis=0)), linewidth=2, **line)
+        line["label"] += f": up to {sizes.max():.2g}" if sizes.any() else ": always 0"
+        mismatches.plot(steps, sizes.max(axis=0), linewidth=1.5, **line)
     rewards.set(ylim=(0, 1))
-    mismatches.set(ylim=(-_SMALLEST / 4, 100))
+    # The legend is above the curves.
+    mismatches.set(ylim=(-_SMALLEST / 4, 1e4), yticks=[0, 1e-6, 1e-4, 1e-2, 1])
     finish(rewards, "upper left")
     finish(mismatches, "upper right")
     return figure
