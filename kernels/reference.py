@@ -51,6 +51,7 @@ are too small for that, and without noise in all.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -533,11 +534,8 @@ def _float8_product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     three, of which every one has multiples of a power of two, up to 255 times as large.
     The product of two of them is exact in float32 for k up to 256.
     """
-    total = _zero_product(lhs, rhs)
-    for left in _by_magnitude(lhs):
-        for right in _by_magnitude(rhs):
-            total += _float_product(left, right)
-    return total
+    pairs = itertools.product(_by_magnitude(lhs), _by_magnitude(rhs))
+    return functools.reduce(lax.add, itertools.starmap(_float_product, pairs))
 
 
 def _by_magnitude(codes: jax.Array) -> list[jax.Array]:

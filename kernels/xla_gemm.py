@@ -34,13 +34,15 @@ def matmul(lhs: Quantized, rhs: Quantized, *, dtype: jax.typing.DTypeLike) -> ja
     product = jnp.float32(0.0)
     for start in range(0, lhs.shape[2], MAX_INT32_K):
         piece = slice(start, start + MAX_INT32_K)
-        part = _product(lhs.codes[:, :, piece], rhs.codes[:, :, piece])
+        part = product_of_codes(lhs.codes[:, :, piece], rhs.codes[:, :, piece])
         product += part.astype(jnp.float32)
     return round_to(scale_product(product, lhs.scales * rhs.scales.mT), dtype)
 
 
-def _product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def product_of_codes(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Multiplies codes ``[B, M, K]`` and ``[B, N, K]``: int32 ``[B, M, N]``.
+
+    It is exact for K up to ``MAX_INT32_K``.
 
     On a TPU, XLA fuses the scaling into the product.  On a GPU, a barrier keeps it from
     that: library kernels take no scales, and the kernel that XLA generates instead may

@@ -136,10 +136,9 @@ def _splash(
     """`attend` by JAX's kernels for TPUs, on each device's sequences and heads."""
     _, seq, heads, head_dim = q.shape
     q = (q * (scale or head_dim**-0.5)).astype(q.dtype)
-    names: tuple[str | None, ...] = "batch", None, "heads", None
+    names: mesh.Names = "batch", None, "heads", None
     if mesh.spec(q.shape, names) != mesh.spec(k.shape, names):
         names = "batch", None, None, None  # devices do not divide the heads of keys
-    specs = mesh.spec(q.shape, names), mesh.spec(k.shape, names)
     mask: splash.Mask = splash.CausalMask((seq, seq))
     if window is not None:
         mask = splash.LocalMask((seq, seq), (window - 1, 0), 0)
@@ -156,10 +155,5 @@ def _splash(
         out: jax.Array = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)))
         return out.swapaxes(1, 2)
 
-    run: Any = attend_shard
-    if not jax.sharding.get_abstract_mesh().empty:
-        of_q, of_k = specs
-        run = jax.shard_map(
-            run, in_specs=(of_q, of_k, of_k), out_specs=of_q, check_vma=False
-        )
+    run = mesh.on_shards(attend_shard, [names] * 3, names)
     return run(q, k, v).reshape(*q.shape[:2], heads * head_dim)

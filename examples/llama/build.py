@@ -53,9 +53,12 @@ def with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
     saved_bits = config.saved_bits
     if saved_bits is None and dot_general is not None:
         saved_bits = SAVED_BITS
-    changed = {"saved_bits": saved_bits or None, "invariant": config.invariant}
     sizes = dataclasses.replace(
-        sizes, remat=config.remat, unroll=config.unroll, **changed
+        sizes,
+        remat=config.remat,
+        unroll=config.unroll,
+        saved_bits=saved_bits or None,
+        invariant=config.invariant,
     )
     return Llama(sizes, dot_general)
 

@@ -69,10 +69,11 @@ class Config:
         "bits per value that norms and gates save for the backward pass; 0 saves "
         f"floats (default: {SAVED_BITS}, or 0 with --recipe bf16)",
     )
-    reduce: Literal["float32", "bfloat16", "int8"] | None = option(
+    reduce: Literal["float32", "bfloat16", "int32", "int8"] | None = option(
         None,
-        "dtype in which devices sum their partial INT8 products: float32, bfloat16, or "
-        "int8 for weight gradients only (default: the model's dtype)",
+        "dtype in which devices sum their partial INT8 products: float32, bfloat16, "
+        "int32 for recipes without blocks, which is exact, or int8 for weight "
+        "gradients only (default: the model's dtype)",
     )
     optimizer_codes: bool = option(
         False,

@@ -5,14 +5,14 @@ at any batch. The quantized products of a batch-invariant recipe have this prope
 here is the rest of the model, in two forms:
 
 - Pallas kernels with tiles of fixed shapes, for sums and transcendental functions. They
-  are interpreted on CPUs, where XLA merges them with nothing (`_call`).
+  are interpreted on CPUs, where XLA merges them with nothing (`_interpret`).
 - Ordinary operations with `exact` between them, so that each of them rounds once.
 
 Backward passes are those of the ordinary functions.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,17 +28,25 @@ from examples.llama.rotary import Tables
 from fbq_jax import FallbackDot, recipes
 
 _Function = Callable[..., jax.Array]
-_Names = tuple[str | None, ...]
 _TILE = 4096  # values of a tile of rows
 _LOWEST = -1e30  # the maximum of no values, which is finite
 
 
+def supports(dot_general: Any) -> bool:
+    """Whether a model with this ``dot_general`` can be invariant."""
+    return isinstance(dot_general, FallbackDot) and dot_general.recipe.batch_invariant
+
+
 def check(dot_general: Any) -> None:
     """Raises UserError if a model with this ``dot_general`` cannot be invariant."""
-    if isinstance(dot_general, FallbackDot) and dot_general.recipe.batch_invariant:
-        return
-    accepted = (name for name, r in recipes.NAMED.items() if r.batch_invariant)
-    raise UserError(f"invariant takes a batch-invariant recipe: {', '.join(accepted)}")
+    if not supports(dot_general):
+        names = (name for name, r in recipes.NAMED.items() if r.batch_invariant)
+        raise UserError(f"invariant takes a batch-invariant recipe: {', '.join(names)}")
+    if mesh.shards("heads") > 1 and dot_general.recipe.fwd.reduce != "int32":
+        raise UserError(
+            "invariant takes --reduce int32 over several devices of the axis tensor: "
+            "sums of their products in floats depend on the number of devices"
+        )
 
 
 def like(ordinary: _Function, invariant: _Function) -> _Function:
@@ -91,38 +99,43 @@ def rotate(x: jax.Array, tables: Tables) -> jax.Array:
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array, epsilon: float, dtype: Any, ordinary: _Function
+    epsilon: float, ordinary: _Function, x: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """The RMS norm of the last axis in a dtype; ``ordinary`` takes x and the scale."""
-    columns = x.shape[-1]
+    """The RMS norm of the last axis, and the dtype, of ``ordinary(x, scale)``."""
+    columns, dtype = x.shape[-1], jax.eval_shape(ordinary, x, scale).dtype
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         mean = jnp.sum(x * x, axis=1, keepdims=True) / columns
         return x * (lax.rsqrt(mean + epsilon) * scale)
 
     def run(x: jax.Array, scale: jax.Array) -> jax.Array:
-        out = jax.ShapeDtypeStruct((columns,), dtype)
-        return _by_rows(norm, out, x.reshape(-1, 1, columns), scale).reshape(x.shape)
+        rows = x.reshape(-1, 1, columns)
+        return _by_rows(norm, (columns, dtype), rows, scale[None]).reshape(x.shape)
 
-    names: _Names = (*("batch", None, "heads")[: x.ndim - 1], None)
-    return like(ordinary, _on_shards(run, [names, (None,)], names))(x, scale)
+    names: mesh.Names = (*("batch", None, "heads")[: x.ndim - 1], None)
+    return like(ordinary, mesh.on_shards(run, [names, (None,)], names))(x, scale)
 
 
 def pointwise(
-    function: _Function, x: jax.Array, count: int, ordinary: _Function
+    function: _Function,
+    x: jax.Array,
+    ordinary: _Function | None = None,
+    count: int = 1,
 ) -> jax.Array:
-    """Applies a function to ``count`` parts of ``x`` [B, S, count * C], in float32."""
+    """Applies a function to ``count`` parts of ``x`` [B, S, count * C], in float32.
+
+    The backward pass is that of ``ordinary``, by default of the function.
+    """
 
     def run(x: jax.Array) -> jax.Array:
         *batch, _, columns = x.shape
-        out = jax.ShapeDtypeStruct((columns,), x.dtype)
-        y = _by_rows(function, out, x.reshape(-1, count, columns))
-        return y.reshape(*batch, columns)
+        rows = x.reshape(-1, count, columns)
+        return _by_rows(function, (columns, x.dtype), rows).reshape(*batch, columns)
 
     names = ("batch", None, None, "mlp"), ("batch", None, "mlp")
-    invariant = _on_shards(run, names[:1], names[1])
+    invariant = mesh.on_shards(run, names[:1], names[1])
     return like(
-        lambda x: ordinary(*jnp.split(x, count, axis=-1)),
+        lambda x: (ordinary or function)(*jnp.split(x, count, axis=-1)),
         lambda x: invariant(x.reshape(*x.shape[:2], count, -1)),
     )(x)
 
@@ -132,19 +145,20 @@ def log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
     Their bits depend on the logits of each position, float32 [B, S, V], alone.
     """
+    size = logits.shape[-1]
 
     def sum_exponentials(x: jax.Array) -> jax.Array:
+        exists = lax.broadcasted_iota(jnp.int32, x.shape, 1) < size
+        x = jnp.where(exists, x, -jnp.inf)
         highest = jnp.max(x, axis=1, keepdims=True)
         total = jnp.sum(jnp.exp(x - highest), axis=1, keepdims=True)
         return jnp.log(total) + highest
 
     def run(logits: jax.Array) -> jax.Array:
-        rows = logits.reshape(-1, 1, logits.shape[-1])
-        out = jax.ShapeDtypeStruct((1,), jnp.float32)
-        y = _by_rows(sum_exponentials, out, rows, fill=-jnp.inf)
+        y = _by_rows(sum_exponentials, (1, jnp.float32), logits.reshape(-1, 1, size))
         return y.reshape(logits.shape[:2])
 
-    invariant = _on_shards(run, [("batch", None, None)], ("batch", None))
+    invariant = mesh.on_shards(run, [("batch", None, None)], ("batch", None))
     ordinary = functools.partial(jax.nn.logsumexp, axis=-1)
     normalizers = like(ordinary, invariant)(logits)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
@@ -179,7 +193,7 @@ def attend(
         def add_keys(i: Any, sums: Any) -> Any:
             highest, total, out = sums
             keys = i * side + iota(1)
-            k, v = (_load_keys(ref, i * side, q.shape) for ref in (k_ref, v_ref))
+            k, v = (_load(ref, q.shape, i * side) for ref in (k_ref, v_ref))
             scores = _dot(q, k.T) * scale
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
@@ -191,12 +205,11 @@ def attend(
             total = total * decay + jnp.sum(p, axis=1, keepdims=True)
             return new, total, out * decay + _dot(p.astype(v.dtype), v)
 
-        first = 0
-        if window is not None:
-            first = jnp.maximum(tile * side - window + 1, 0) // side
+        # The first key that the first query of the tile sees.
+        first = 0 if window is None else jnp.maximum(tile * side - window + 1, 0)
         zeros = jnp.zeros((side, 1), jnp.float32)
         sums = zeros + _LOWEST, zeros, jnp.zeros(q.shape, jnp.float32)
-        _, total, out = lax.fori_loop(first, tile + 1, add_keys, sums)
+        _, total, out = lax.fori_loop(first // side, tile + 1, add_keys, sums)
         out_ref[:] = (out / total).astype(out_ref.dtype)
 
     def run(start: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -212,21 +225,21 @@ def attend(
         y = _call(
             kernel,
             jax.ShapeDtypeStruct(placed.shape, q.dtype),
-            (len(q), q.shape[2], tiles),
-            [pl.BlockSpec((1,), lambda *_: (0,)), tile, keys, keys],
-            tile,
             *(4, start, placed, k, v),
+            grid=(len(q), q.shape[2], tiles),
+            in_specs=[pl.BlockSpec((1,), lambda *_: (0,)), tile, keys, keys],
+            out_specs=tile,
         )
         return lax.dynamic_slice(y, place, q.shape)
 
-    names: _Names = ("batch", None, "heads", None)
+    names: mesh.Names = ("batch", None, "heads", None)
     if mesh.spec(q.shape, names) != mesh.spec(k.shape, names):
         names = "batch", None, None, None  # devices do not divide the heads of keys
     is_whole = start is None
 
     def from_position(start: Any, *qkv: jax.Array) -> jax.Array:
         start = jnp.reshape(jnp.int32(start), 1)
-        y = _on_shards(run, [(None,), names, names, names], names)(start, *qkv)
+        y = mesh.on_shards(run, [(None,), names, names, names], names)(start, *qkv)
         return y.reshape(*q.shape[:2], -1)
 
     if start is not None:  # decoding has no backward pass
@@ -242,119 +255,101 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _load_keys(ref: Any, first: Any, shape: tuple[int, int]) -> jax.Array:
-    """A tile of keys or values, with zeros beyond their heads and the last of them."""
+def _tile(ref: Any, shape: tuple[int, ...], first: Any = 0) -> tuple[Any, jax.Array]:
+    """Rows from the first on, and columns from 0 on; and which values exist."""
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
-    exists = (first + row < ref.shape[0]) & (column < ref.shape[1])
     view = ref.at[pl.ds(first, shape[0]), pl.ds(0, shape[1])]
-    return triton.load(view, mask=exists, other=0)
+    return view, (first + row < ref.shape[0]) & (column < ref.shape[1])
+
+
+def _load(ref: Any, shape: tuple[int, ...], first: Any = 0) -> jax.Array:
+    """A tile of `_tile`, with zeros in place of values that do not exist."""
+    view, exists = _tile(ref, shape, first)
+    y: jax.Array = triton.load(view, mask=exists, other=0)
+    return y
 
 
 def _by_rows(
-    function: _Function,
-    out: jax.ShapeDtypeStruct,
-    x: jax.Array,
-    shared: jax.Array | None = None,
-    fill: float = 0.0,
+    function: _Function, out: tuple[int, Any], x: jax.Array, *shared: jax.Array
 ) -> jax.Array:
-    """Applies a function, which returns rows ``out``, to tiles of rows in float32.
+    """Applies a function to tiles of rows, in float32.
 
-    The function takes the n parts of rows of ``x`` [M, n, C], filled to a power of two,
-    and the row ``shared`` [C].
+    Args:
+        function: Takes the n parts of each row, and the shared rows.
+        out: The columns and the dtype of its results.
+        x: Rows [M, n, C], which the tiles fill to a power of two, with zeros.
+        shared: Rows [1, C], for all tiles.
     """
     size, count, columns = x.shape
     width = max(128, pl.next_power_of_2(columns))
     rows = max(1, _TILE // width)
 
     def kernel(*refs: Any) -> None:
-        operands = []
-        for ref in refs[:-1]:
-            view, exists = _columns(ref, columns, width)
-            part = triton.load(view, mask=exists, other=fill)
-            operands.append(part.astype(jnp.float32))
-        y = function(*operands).astype(out.dtype)
-        view, exists = _columns(refs[-1], *out.shape, y.shape[1])
+        parts = (_load(ref, (ref.shape[0], width)) for ref in refs[:-1])
+        y = function(*(part.astype(jnp.float32) for part in parts)).astype(out[1])
+        view, exists = _tile(refs[-1], y.shape)
         triton.store(view, y, mask=exists)
 
     x = jnp.pad(x, ((0, -size % rows), (0, 0), (0, 0)))
-    specs = [
+    tiles = [
         pl.BlockSpec((rows, None, columns), lambda i, n=n: (i, n, 0))
         for n in range(count)
     ]
-    operands = [x] * count
-    if shared is not None:
-        specs.append(pl.BlockSpec((1, columns), lambda _: (0, 0)))
-        operands.append(shared[None])
-    outs = jax.ShapeDtypeStruct((len(x), *out.shape), out.dtype)
-    tile = pl.BlockSpec((rows, *out.shape), lambda i: (i, 0))
-    warps = min(32, max(4, rows * width // 1024))
-    return _call(kernel, outs, (len(x) // rows,), specs, tile, warps, *operands)[:size]
-
-
-def _columns(ref: Any, columns: int, width: int) -> tuple[Any, jax.Array]:
-    """The columns of a tile of rows, and which of them exist."""
-    column = lax.broadcasted_iota(jnp.int32, (ref.shape[0], width), 1)
-    return ref.at[:, pl.ds(0, width)], column < columns
+    return _call(
+        kernel,
+        jax.ShapeDtypeStruct((len(x), out[0]), out[1]),
+        min(32, max(4, rows * width // 1024)),
+        *(*[x] * count, *shared),
+        grid=(len(x) // rows,),
+        in_specs=tiles + [pl.BlockSpec(y.shape, lambda _: (0, 0)) for y in shared],
+        out_specs=pl.BlockSpec((rows, out[0]), lambda i: (i, 0)),
+    )[:size]
 
 
 def _call(
-    kernel: Callable[..., None],
-    out: jax.ShapeDtypeStruct,
-    grid: tuple[int, ...],
-    in_specs: Sequence[pl.BlockSpec],
-    out_specs: pl.BlockSpec,
-    warps: int,
-    *operands: jax.Array,
+    kernel: Any, out: Any, warps: int, *operands: jax.Array, **specs: Any
 ) -> jax.Array:
-    """Calls a kernel."""
+    """Calls a kernel with a grid and the specs of its blocks."""
     backend = jax.default_backend()
     if backend == "cpu":
-        return _interpret(kernel, out, grid, in_specs, out_specs, *operands)
+        return _interpret(kernel, out, *operands, **specs)
     if backend != "gpu":
         raise UserError(f"invariant takes a CPU or an NVIDIA GPU, got a {backend}")
-    run = pl.pallas_call(
-        kernel,
-        out,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
-    )
+    settings = triton.CompilerParams(num_warps=warps, num_stages=2)
+    run = pl.pallas_call(kernel, out, compiler_params=settings, **specs)
     y: jax.Array = jax.jit(run)(*operands)
     return y
 
 
 def _interpret(
-    kernel: Callable[..., None],
-    out: jax.ShapeDtypeStruct,
-    grid: tuple[int, ...],
-    in_specs: Sequence[pl.BlockSpec],
-    out_specs: pl.BlockSpec,
+    kernel: Any,
+    out: Any,
     *operands: jax.Array,
+    grid: tuple[int, ...],
+    in_specs: list[Any],
+    out_specs: Any,
 ) -> jax.Array:
     """Calls a kernel on a CPU, for one index of the grid's first axis at a time.
 
-    Every call is the same program, which XLA compiles by itself. In one call for all of
-    the grid, the interpreter's loop would copy each operand in each turn.
+    All calls are one program, which XLA compiles apart from its caller. If the
+    interpreter looped over all of the grid, each turn would copy all operands.
     """
-    *specs, out_spec = *in_specs, out_specs
+    shape = out_specs.block_shape[0] or 1, *out.shape[1:]
     run = pl.pallas_call(
         kernel,
-        jax.ShapeDtypeStruct((_rows(out_spec), *out.shape[1:]), out.dtype),
+        jax.ShapeDtypeStruct(shape, out.dtype),
         grid=(1, *grid[1:]),
-        in_specs=specs,
-        out_specs=out_spec,
+        in_specs=in_specs,
+        out_specs=out_specs,
         interpret=True,
     )
 
     def run_one(i: jax.Array) -> jax.Array:
-        # Indices of blocks grow with the grid's first axis on an operand's first axis.
-        index = i, *[0] * (len(grid) - 1)
-        parts = [
-            lax.dynamic_slice_in_dim(x, spec.index_map(*index)[0] * n, n)
-            for x, spec in zip(operands, specs, strict=True)
-            for n in [_rows(spec)]
-        ]
+        parts = []
+        for x, spec in zip(operands, in_specs, strict=True):
+            block, *_ = spec.index_map(i, *[0] * (len(grid) - 1))
+            size = spec.block_shape[0] or 1
+            parts.append(lax.dynamic_slice_in_dim(x, block * size, size))
         y: jax.Array = set_xla_metadata(jax.jit(run)(*parts), inlineable="false")
         # XLA would convert all of a bfloat16 array in order to store a part of it.
         return lax.bitcast_convert_type(y, jnp.uint16) if is_16_bit else y
@@ -362,25 +357,3 @@ def _interpret(
     is_16_bit = out.dtype == jnp.bfloat16
     y = lax.map(run_one, jnp.arange(grid[0])).reshape(out.shape)
     return lax.bitcast_convert_type(y, out.dtype) if is_16_bit else y
-
-
-def _rows(spec: pl.BlockSpec) -> int:
-    """The size of a block's first axis."""
-    assert spec.block_shape is not None
-    size = spec.block_shape[0]
-    assert size is None or isinstance(size, int)
-    return size or 1
-
-
-def _on_shards(run: Any, in_names: Sequence[_Names], out_names: _Names) -> _Function:
-    """Runs a function on each device's part of arrays with logical axes."""
-
-    def call(*operands: jax.Array) -> jax.Array:
-        if jax.sharding.get_abstract_mesh().empty:
-            return run(*operands)
-        specs = tuple(map(mesh.spec, (x.shape for x in operands), in_names))
-        out = mesh.spec(jax.eval_shape(run, *operands).shape, out_names)
-        run_shard = jax.shard_map(run, in_specs=specs, out_specs=out, check_vma=False)
-        return run_shard(*operands)
-
-    return call

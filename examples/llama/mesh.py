@@ -9,7 +9,7 @@ and `RULES` decide the sharding, and XLA inserts the collectives.
 import argparse
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding as OneDevice
 
 from examples.llama.errors import UserError
 
+Names = tuple[str | None, ...]  # the logical axes of an array
 AXES = ("data", "fsdp", "tensor")
 
 # The logical axes of each parameter, by the last names of its path; the first that fits
@@ -110,6 +111,22 @@ def spec(shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
         axes = tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape)
         found.append(axes if axes and size % shards(name) == 0 else None)
     return PartitionSpec(*found)
+
+
+def on_shards(
+    run: Callable[..., Any], in_names: Sequence[Names], out_names: Names
+) -> Callable[..., Any]:
+    """Returns a function that runs on each device's part of arrays with these axes."""
+
+    def call(*operands: jax.Array) -> Any:
+        if jax.sharding.get_abstract_mesh().empty:
+            return run(*operands)
+        specs = tuple(map(spec, (x.shape for x in operands), in_names))
+        out = spec(jax.eval_shape(run, *operands).shape, out_names)
+        run_shard = jax.shard_map(run, in_specs=specs, out_specs=out, check_vma=False)
+        return run_shard(*operands)
+
+    return call
 
 
 def shards(name: str | None) -> int:

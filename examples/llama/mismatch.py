@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from examples.llama import build, run_folder, train
+from examples.llama import build, invariant, run_folder, train
 from examples.llama.config import RECIPES, Config
 from examples.llama.errors import UserError
 from examples.llama.invariant import log_probabilities
@@ -77,32 +77,27 @@ def measure(
 
 def compare(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measures each recipe, and its invariant model if there is one."""
-    names, params = asked.recipes.split(","), None
+    names, seq = asked.recipes.split(","), _PROMPT + asked.tokens
     if unknown := sorted(set(names) - RECIPES.keys()):
         raise UserError(f"recipes takes {', '.join(RECIPES)}, got {unknown[0]}")
-    seq, key = _PROMPT + asked.tokens, jax.random.key(0)
-    preset = "tiny" if jax.default_backend() == "cpu" else "small"
-    config = Config(**{**train.PRESETS[preset], "seq": seq})
+    preset = train.PRESETS["tiny" if jax.default_backend() == "cpu" else "small"]
+    config, trained = Config(**preset | {"seq": seq}), {}
+    sizes = config.sizes(vocab_size=256)
     if asked.folder is not None:
         config = run_folder.read_config(asked.folder)
-        params = build.last_state(config, asked.folder).params
-    for name, invariant in itertools.product(names, (False, True)):
-        recipe = getattr(RECIPES[name], "recipe", None)
-        if invariant and not getattr(recipe, "batch_invariant", False):
+        sizes = build.build_model(config).config
+        trained = {"params": build.last_state(config, asked.folder).params}
+    if seq > (longest := sizes.max_seq_len):
+        raise UserError(f"tokens takes at most {longest - _PROMPT}")
+    key = jax.random.key(0)
+    prompts = jax.random.randint(key, (asked.prompts, _PROMPT), 0, sizes.vocab_size)
+    for recipe, is_invariant in itertools.product(names, (False, True)):
+        options = {"recipe": recipe, "invariant": is_invariant}
+        if is_invariant and not invariant.supports(RECIPES[recipe]):
             continue
-        options = {"recipe": name, "invariant": invariant}
         changed = dataclasses.replace(config, **options, optimizer_codes=False)
-        if params is None:
-            model = build.with_recipe(changed, changed.sizes(vocab_size=256))
-        else:
-            model = build.build_model(changed)
-        if (longest := model.config.max_seq_len) < seq:
-            raise UserError(f"tokens takes at most {longest - _PROMPT}")
-        shape = asked.prompts, _PROMPT
-        prompts = jax.random.randint(key, shape, 0, model.config.vocab_size)
-        variables = jax.jit(model.init)(key, prompts)
-        if params is not None:
-            variables["params"] = params
+        model = build.with_recipe(changed, sizes)
+        variables = jax.jit(model.init)(key, prompts) | trained
         yield options | measure(model, variables, prompts, asked.tokens)
 
 
@@ -120,15 +115,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for row in compare(asked):
             rows.append(row)
-            recipe, invariant, at_once, alone = row.values()
-            print(f"{recipe:<21}{invariant!s:<11}{at_once:<11.3g}{alone:.3g}")
+            print("{:<21}{!s:<11}{:<11.3g}{:.3g}".format(*row.values()))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if asked.json is not None:
-        device = jax.devices()[0].device_kind
-        about = {"prompts": asked.prompts, "tokens": asked.tokens, "device": device}
-        found = {**about, "versions": versions(), "rows": rows}
+        found = {"prompts": asked.prompts, "tokens": asked.tokens, "rows": rows}
+        found |= {"device": jax.devices()[0].device_kind, "versions": versions()}
         asked.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0
 

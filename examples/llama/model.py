@@ -99,10 +99,8 @@ class Attention(Part):
             v = lax.dynamic_update_slice_in_dim(cached[1], v, start, axis=1)
             cached = k, v
         scale, softcap = config.score_scale(), config.attn_softcap
-        attend = functools.partial(
-            invariant.attend if config.invariant else attention.attend,
-            **{"start": start, "scale": scale, "softcap": softcap},
-        )
+        attend_by = invariant.attend if config.invariant else attention.attend
+        attend = functools.partial(attend_by, start=start, scale=scale, softcap=softcap)
         windows = [kind.window for kind in config.distinct_kinds()]
         windows = [None if w is None or w >= k.shape[1] else w for w in windows]
         # cuDNN takes windows that the compiler knows.
@@ -158,10 +156,6 @@ def remat_layer(config: LlamaConfig, *, prevent_cse: bool = True) -> type[Layer]
     return nn.remat(Layer, policy=policy, prevent_cse=prevent_cse)
 
 
-def _soft_cap(cap: float, x: jax.Array) -> jax.Array:
-    return cap * jnp.tanh(x / cap)
-
-
 class TiedHead(Part):
     """A head that shares the embedding table."""
 
@@ -177,8 +171,9 @@ class Llama(Part):
 
     ``dot_general`` computes the four projections of each layer: qkv, out, gate_up and
     down; None means ``jax.lax.dot_general``. Its state in the collection "fallback" is
-    stacked over the layers along the first axis. The embedding and the head never use
-    it; they stay in ``config.dtype``. A router of experts computes in float32.
+    stacked over the layers along the first axis. The embedding never uses it,
+    and the head only with ``config.invariant``; they stay in ``config.dtype``. A router
+    of experts computes in float32.
     """
 
     @nn.compact
@@ -228,14 +223,14 @@ class Llama(Part):
             unroll=config.num_layers if config.unroll else 1,
         )(config, self.dot_general, name="layers")
         start = None if cache is None else cache.length
-        tables = config.rotary_tables(length)
-        cached = None
+        tables, cached = config.rotary_tables(length), None
         if cache is not None:
             cached = cache.keys, cache.values
-            tables = tuple(
+            cos, sin = (
                 lax.dynamic_slice_in_dim(table, cache.length, length, axis=1)
                 for table in config.rotary_tables(cache.keys.shape[2])
             )
+            tables = cos, sin
         kinds = None
         if len(distinct := config.distinct_kinds()) > 1:
             indices = [distinct.index(kind) for kind in config.layer_kinds()]
@@ -245,18 +240,19 @@ class Llama(Part):
         x = self.norm("norm")(x if cache is None else x[:, -1:])
         dot_general = self.dot_general if config.invariant else None
         if config.tie_embeddings:
-            head = TiedHead(config, dot_general, name="lm_head")
-            logits = head(x, embed.embedding)
+            tied_head = TiedHead(config, dot_general, name="lm_head")
+            logits = tied_head(x, embed.embedding)
         else:
             head = self.dense(config.vocab_size, "lm_head", dot_general=dot_general)
             logits = head(x)
         logits = (invariant.exact if config.invariant else jnp.float32)(logits)
         if (cap := config.logit_softcap) is not None:
-            soft = functools.partial(_soft_cap, cap)
-            if config.invariant:
-                logits = invariant.pointwise(soft, logits, 1, soft)
-            else:
-                logits = soft(logits)
+
+            def soft(x: jax.Array) -> jax.Array:
+                return cap * jnp.tanh(x / cap)
+
+            is_kernel = config.invariant
+            logits = invariant.pointwise(soft, logits) if is_kernel else soft(logits)
         if cache is None:
             return logits
         assert cached is not None

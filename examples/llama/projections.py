@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import fbq_jax
 from examples.llama import invariant
@@ -66,11 +67,9 @@ class Part(nn.Module):
         """Returns an RMSNorm that computes in float32 and returns ``config.dtype``."""
         epsilon, bits = self.config.norm_eps, self.config.saved_bits
         module: nn.Module
-        if self.config.invariant:
-            return _InvariantNorm(self.config, name=name)
-        if self.config.unit_offset_norms:
-            module = _UnitOffsetNorm(epsilon, bits, name=name)
-        elif bits is None:
+        if self.config.unit_offset_norms or self.config.invariant:
+            return _Norm(self.config, name=name)
+        if bits is None:
             module = nn.RMSNorm(epsilon=epsilon, name=name)
         else:
             module = fbq_jax.RMSNorm(epsilon=epsilon, bits=bits, name=name)
@@ -108,41 +107,27 @@ class Part(nn.Module):
         return options | {"dot_general": self.dot_general}
 
 
-class _UnitOffsetNorm(nn.Module):
-    """An RMSNorm that multiplies by ``1 + scale``."""
+class _Norm(Part):
+    """An RMSNorm that multiplies by ``1 + scale``, or that is invariant."""
 
-    epsilon: float
-    bits: int | None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = 1 + self.param("scale", nn.initializers.zeros, x.shape[-1:])
-        if self.bits is not None:
-            return nonlinear.rms_norm(x, scale, epsilon=self.epsilon, bits=self.bits)
-        normalized = nn.RMSNorm(epsilon=self.epsilon, use_scale=False)(x)
-        return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
-
-
-class _InvariantNorm(Part):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config, bits = self.config, self.config.saved_bits
-        offset = config.unit_offset_norms
-        init = nn.initializers.zeros if offset else nn.initializers.ones
-        scale = self.param("scale", init, x.shape[-1:], jnp.float32)
+        offset = float(config.unit_offset_norms)
+        scale = self.param("scale", nn.initializers.constant(1 - offset), x.shape[-1:])
 
-        def ordinary(x: jax.Array, scale: jax.Array) -> jax.Array:
+        def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
             x = x.astype(jnp.float32)
             if bits is not None:
                 y = nonlinear.rms_norm(x, scale, epsilon=config.norm_eps, bits=bits)
-            else:
-                mean = jnp.mean(x * x, axis=-1, keepdims=True)
-                y = x * jax.lax.rsqrt(mean + config.norm_eps)
-                y *= jnp.expand_dims(scale, range(x.ndim - 1))
-            return y.astype(config.dtype)
+                return y.astype(config.dtype)
+            mean = jnp.mean(x * x, axis=-1, keepdims=True)
+            row = jnp.expand_dims(scale, range(x.ndim - 1))
+            return (x * (lax.rsqrt(mean + config.norm_eps) * row)).astype(config.dtype)
 
-        scale = 1 + scale if offset else scale
-        return invariant.rms_norm(x, scale, config.norm_eps, config.dtype, ordinary)
+        if config.invariant:
+            norm = functools.partial(invariant.rms_norm, config.norm_eps, norm)
+        return norm(x, offset + scale)
 
 
 class _NormDense(Part):
@@ -164,7 +149,7 @@ class _GateUp(Part):
         kernel = self.param("kernel", INITIALIZER, shape, jnp.float32)
         # XLA would transpose the product of a kernel with three axes.
         kernel = jnp.asarray(kernel, config.dtype).reshape(size, -1)
-        multiply = self.dot_general or jax.lax.dot_general
+        multiply = self.dot_general or lax.dot_general
         return multiply(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
@@ -184,7 +169,7 @@ class _GatedMLP(Part):
             gate_of = nonlinear.silu_gate if silu else nonlinear.gelu_gate
             gate_of = functools.partial(gate_of, bits=bits)
         if config.invariant:
-            x = invariant.pointwise(in_floats, x, 2, gate_of)
+            x = invariant.pointwise(in_floats, x, gate_of, 2)
         else:
             x = gate_of(*jnp.split(x, 2, axis=-1))
         return self.dense(config.hidden_size, "down")(x)

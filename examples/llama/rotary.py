@@ -129,7 +129,7 @@ def rotary_tables(ropes: Sequence[Rope | None], head_dim: int, seq_len: int) -> 
                 factor = getattr(rope.scaling, "attention_factor", 1.0)
         frequencies.append(frequency)
         factors.append(factor)
-    turned = np.float32(frequencies)[:, None, None]
+    turned = np.array(frequencies, np.float32)[:, None, None]
     angles = np.arange(seq_len, dtype=np.float32)[:, None, None] * turned
     scales = np.array(factors)[:, None, None, None]
     return tuple(jnp.float32(f(np.float64(angles)) * scales) for f in (np.cos, np.sin))

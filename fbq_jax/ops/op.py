@@ -212,8 +212,9 @@ def _transformed(
             )
         return op.on_shard(xla_run, shard, operands, dict(options))
 
-    # XLA sums in the dtype of the product, whatever ``reduce`` asks for.
-    xla_run = None if dict(options).get("reduce") else run.without_kernel()
+    # XLA sums codes in int32, and others in the dtype of the product.
+    is_own = dict(options).get("reduce") not in (None, "int32")
+    xla_run = None if is_own else run.without_kernel()
     # jit: outside a compiled function, the reference would otherwise compile some sixty
     # programs, one per operation.
     call_op = functools.partial(

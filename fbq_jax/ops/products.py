@@ -1,11 +1,14 @@
 """The op that multiplies quantized matrices: ``matmul``."""
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
+from fbq_jax.kernels import xla_gemm
 from fbq_jax.kernels.quantized import (
     CodeDtype,
     Layout,
@@ -15,6 +18,7 @@ from fbq_jax.kernels.quantized import (
     Unquantized,
     product_block,
 )
+from fbq_jax.kernels.reference import MAX_INT32_K, round_to, scale_product
 from fbq_jax.kernels.sources import Matrix
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.dispatch import BACKENDS, Request
@@ -56,8 +60,9 @@ def matmul(
       groups: int32, the matrix of ``rhs [G, N, K]`` for each tile ``[T, m, K]`` of lhs,
         in ascending order; None if each matrix has its own.
       dtype: the dtype of the output.
-      reduce: ``"float32"``, ``"bfloat16"`` or ``"int8"``: the dtype in which devices
-        exchange and sum partial products.  By default the dtype of the output.
+      reduce: ``"float32"``, ``"bfloat16"``, ``"int32"`` or ``"int8"``: the dtype in
+        which devices exchange and sum partial products.  By default the dtype of the
+        output.
       seeds: uint32 ``[B]``, the seeds of stochastic rounding with ``reduce="int8"``.
       implementation: as in ``dispatch.choose``.
 
@@ -66,16 +71,34 @@ def matmul(
 
     Raises:
       ValueError: the operands do not fit each other, or ``reduce="int8"`` has no seeds,
-        or another ``reduce`` has seeds.
+        or another ``reduce`` has seeds; or ``reduce="int32"`` has operands with several
+        scales along the contraction, or a longer one than int32 can sum.
     """
     if (reduce == "int8") != (seeds is not None):
         raise ValueError(
             "matmul takes seeds if and only if reduce='int8'; got "
             f"reduce={reduce!r} with{'out' if seeds is None else ''} seeds"
         )
+    if reduce == "int32":
+        _check_int32(lhs, rhs)
     options = {"dtype": jnp.dtype(dtype), "reduce": reduce}
     y: jax.Array = call(MATMUL, (lhs, rhs, groups, seeds), options, implementation)
     return y
+
+
+def _check_int32(lhs: Quantized | Unquantized, rhs: Quantized) -> None:
+    """Raises ValueError if int32 cannot hold the sum of all products of codes."""
+    if product_block(lhs, rhs)[1] is not None or _has_parts(rhs):
+        raise ValueError(
+            "reduce='int32' takes operands with one scale along the contraction; got "
+            f"scales {rhs.scales.shape} of codes {rhs.shape}"
+        )
+    depth = math.prod(rhs.shape[2:])
+    if not export.is_symbolic_dim(depth) and depth > MAX_INT32_K:
+        raise ValueError(
+            f"reduce='int32' sums up to {MAX_INT32_K} products exactly, and this "
+            f"contraction has {depth}: leave Gemm.reduce at None, or take 'float32'"
+        )
 
 
 def quantizes_lhs(
@@ -191,6 +214,8 @@ def _on_shard(
     dtype = options["dtype"]
     if groups is not None:
         return _groups_on_shard(run, shard, lhs, rhs, groups, dtype)
+    if options["reduce"] == "int32" and shard.is_sharded(shard.rule.contracted):
+        return _sum_in_int32(shard, lhs, rhs, dtype)
     part = shard.run(
         functools.partial(_multiply, run),
         (lhs, rhs),
@@ -207,6 +232,23 @@ def _on_shard(
         return layouts.rowwise
 
     return shard.sum_in_int8(part, seeds, quantize, dtype).astype(dtype)
+
+
+def _sum_in_int32(
+    shard: Shard, lhs: Quantized, rhs: Quantized, dtype: Any
+) -> jax.Array:
+    """Sums the products of codes of all devices, and scales the sum as one device."""
+
+    def multiply(lhs: Quantized, rhs: Quantized) -> jax.Array:
+        return xla_gemm.product_of_codes(lhs.codes, rhs.codes)
+
+    total = shard.sum(shard.run(multiply, (lhs, rhs))).astype(jnp.float32)
+    of_rows, of_columns = (
+        shard.scatter(x.scales, words.scales)
+        for x, words in zip((lhs, rhs), shard.rule.operands, strict=False)
+    )
+    of_columns = jnp.expand_dims(of_columns[..., 0], tuple(range(1, total.ndim - 1)))
+    return round_to(scale_product(total, of_rows * of_columns), dtype)
 
 
 def _multiply(

@@ -33,7 +33,7 @@ SCALES: tuple[Scales, ...] = get_args(Scales)
 _SPLIT_SCALES = frozenset({"block", "row_block"})
 Keeps = Literal["floats", "codes"]
 KEEPS: tuple[Keeps, ...] = get_args(Keeps)
-Reduce = Literal["float32", "bfloat16", "int8"]
+Reduce = Literal["float32", "bfloat16", "int32", "int8"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 WhereSlower = Literal["quantize", "float"]
 WHERE_SLOWER: tuple[WhereSlower, ...] = get_args(WhereSlower)
@@ -103,8 +103,12 @@ class Gemm:
         ``"floats"``, or its forward ``"codes"``, whose values then replace it.
       reduce: the dtype in which devices sum partial products if the contraction is
         sharded.  None takes the product's own dtype, as XLA does for
-        ``lax.dot_general``; or ``"float32"``; or ``"bfloat16"``; or, for drhs,
-        ``"int8"``, codes with stochastic rounding (``fbq_jax.sharding.collectives``).
+        ``lax.dot_general``; or ``"float32"``; or ``"bfloat16"``; or ``"int32"``, exact
+        products of INT8 codes that are scaled after the sum, so that any number of
+        devices gives the bits of one; or, for drhs, ``"int8"``, codes with stochastic
+        rounding (``fbq_jax.sharding.collectives``).
+        INT32 needs scales ``"row"`` or ``"tensor"``: products of blocks are scaled
+        first, and their sums are of floats.
         INT8 halves the traffic of bfloat16 if each device keeps only its shard of the
         gradient, as with FSDP.  If every device needs the full gradient, it is then
         gathered in its own dtype; in float32, this takes more traffic in total than
@@ -425,5 +429,11 @@ def _gemm_checks(name: str, gemm: Gemm) -> Iterator[_Check]:
         yield "keeps", gemm.keeps == "floats", "'floats' unless lhs and rhs are None"
     is_drhs = name == "drhs"
     yield "reduce", gemm.reduce != "int8" or is_drhs, "'int8' only in a drhs"
+    accepted = shards == 1 and _SPLIT_SCALES.isdisjoint(scales)
+    takes = (
+        "'int32' only with scales 'row' or 'tensor' and without shards: products of "
+        "blocks and of shards are scaled before they are summed, in floats"
+    )
+    yield "reduce", gemm.reduce != "int32" or accepted, takes
     accepted = shards == 1 or (is_drhs and _SPLIT_SCALES.isdisjoint(scales))
     yield "shards", accepted, "1, except in a drhs without block scales"

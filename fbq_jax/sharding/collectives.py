@@ -11,7 +11,8 @@ with two exceptions:
 
 If a product needs more of an operand than a device's shard, INT8 codes are gathered.
 
-In floating point, XLA's own collectives compute a sum.  In INT8, which is meant for
+In floating point and in INT32, XLA's own collectives compute a sum.  A sum in INT32 is
+exact, of the products of codes that share their scales.  In INT8, which is meant for
 gradients, each device quantizes its partial sum in blocks with stochastic rounding and
 divides it into one share per device.  It sends the codes and scales of each share to
 the share's device, which adds the received shares in float32.  This costs one byte per
@@ -115,6 +116,15 @@ class MeshShard(Shard):
         scatter = functools.partial(lax.psum_scatter, tiled=True)
         part, left = _reduce_scatter(part, self, scatter)
         return lax.psum(part, left) if left else part
+
+    def scatter(self, x: jax.Array, words: str) -> jax.Array:
+        """See ``Shard``."""
+        for axis, factor in enumerate(factor_names(words)):
+            if names := self.assignment.reduce_scatter_axes.get(factor):
+                size = x.shape[axis] // self.assignment.device_count(names)
+                start = lax.axis_index(names) * size
+                x = lax.dynamic_slice_in_dim(x, start, size, axis)
+        return x
 
     def sum_in_int8(
         self,

@@ -145,8 +145,8 @@ def _lower_for_tpus(
         if in_xla is None:
             raise NotImplementedError(
                 f"{name}: the compiler for TPUs cannot partition the kernels of block "
-                "recipes, nor Gemm.reduce, over several devices: call the layers in "
-                "jax.shard_map, or use recipes.rowwise"
+                "recipes, nor Gemm.reduce other than 'int32', over several devices: "
+                "call the layers in jax.shard_map, or use recipes.rowwise"
             )
         run = in_xla
     return mlir.lower_fun(run, multiple_results=True)(context, *arrays)

@@ -23,10 +23,16 @@ from tests.marks import rows_with_first_fast, with_first_fast
 # Two or three tiles of keys on a CPU, and heads of a whole number of quantized blocks.
 LENGTH = 70
 CONFIG = small_config(
-    hidden_size=128, intermediate_size=256, num_layers=2, invariant=True
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=2,
+    vocab_size=64,
+    invariant=True,
 )
 PROMPTS = np.random.default_rng(0).integers(40, size=(8, 16), dtype=np.int32)
 TOKENS = np.random.default_rng(1).integers(40, size=(8, LENGTH), dtype=np.int32)
+# Where parts end: near the ends of tiles, and of the sequence.
+LENGTHS = (1, 2, 17, 31, 32, 33, 63, 64, 65, 69)
 # Every operation of the example that is not in the default model.
 GEMMA = {"activation": "gelu_tanh", "unit_offset_norms": True, "post_norms": True}
 GEMMA |= {"attn_softcap": 30.0, "logit_softcap": 20.0, "embed_scale": 11.3}
@@ -96,7 +102,7 @@ def prefill(model, variables, tokens, cache):
         [
             ("rowwise", jnp.bfloat16, (33,)),
             *(
-                (recipe, dtype, range(1, LENGTH))
+                (recipe, dtype, LENGTHS)
                 for recipe in ("rowwise", "row_block_lhs")
                 for dtype in (jnp.bfloat16, jnp.float32)
             ),
@@ -189,8 +195,8 @@ def test_rows_do_not_depend_on_their_neighbours(columns):
         one = x[..., :columns]
         tokens = jnp.full(x.shape[:2], columns - 1)
         return {
-            "norm": invariant.rms_norm(one, scale, 1e-5, jnp.float32, norm),
-            "gate": invariant.pointwise(gate, x, 2, gate),
+            "norm": invariant.rms_norm(1e-5, norm, one, scale),
+            "gate": invariant.pointwise(gate, x, count=2),
             "score": log_probabilities(one, tokens),
         }
 
@@ -209,12 +215,15 @@ def test_rows_do_not_depend_on_their_neighbours(columns):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", ["data=4", "data=2,fsdp=2", "fsdp=2,tensor=2"])
 def test_devices_change_no_bits(devices):
-    model = model_of("rowwise", dtype=jnp.bfloat16)
+    config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
+    options = Config(recipe="rowwise", invariant=True, reduce="int32")
+    model = Llama(config, options.dot_general(experts=False))
     variables = variables_of(model)
-    expected = scores_of(model, variables, TOKENS)
+    tokens = TOKENS[:, :65]  # devices have whole blocks of tokens
+    expected = scores_of(model, variables, tokens)
     with mesh.use(mesh.make(devices)):
         sharded = jax.device_put(variables, mesh.shardings(variables))
-        found = scores_of(model, sharded, mesh.distribute(TOKENS, "batch", None))
+        found = scores_of(model, sharded, mesh.distribute(tokens, "batch", None))
     np.testing.assert_array_equal(found, expected)
 
 
@@ -230,6 +239,8 @@ def test_what_cannot_be_invariant_is_an_error(monkeypatch):
         small_config(num_experts=4, invariant=True)
     with pytest.raises(ExportError, match=r"has no INT8 head.*: export takes hf"):
         hf.check_exportable("blockwise_int8", model_of("rowwise"))
+    with mesh.use(mesh.make("tensor=2")), pytest.raises(UserError, match="int32 over"):
+        model_of("rowwise").init(jax.random.key(0), TOKENS)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     with pytest.raises(UserError, match="takes a CPU or an NVIDIA GPU, got a tpu"):
         log_probabilities(jnp.zeros((1, 1, 4)), jnp.zeros((1, 1), jnp.int32))

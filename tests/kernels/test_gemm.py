@@ -113,7 +113,7 @@ def product_and_sum(module, dtype):
     x, y = (Quantized(operand.main, None, (1, None)) for operand in (lhs, rhs))
     z = jax.random.normal(jax.random.key(0), (1, 64, 96))
 
-    def product(x, y, z):
+    def product(x, y, _):
         return module.matmul(x, y, dtype=dtype).astype(jnp.float32)
 
     return product, lambda *args: product(*args) + args[-1], (x, y, z)

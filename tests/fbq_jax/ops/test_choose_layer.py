@@ -110,6 +110,7 @@ def test_a_gpu_without_a_map_says_how_to_measure_one(gpu):
         True,
         None,
         "there is no map for Another GPU: run python -m fbq_jax.bench map",
+        False,
     )
 
 
@@ -118,6 +119,13 @@ def test_other_platforms_have_no_map():
     choice = dispatch.choose_layer(recipes.block, (64, 64, 64))
     assert choice.quantized
     assert choice.reason == "there is no map for cpu: maps are of GPUs"
+
+
+@pytest.mark.parametrize("name", ["rowwise", "row_block_lhs", "block", "per_tensor"])
+def test_a_layer_is_batch_invariant_if_its_recipe_is(name):
+    recipe = recipes.NAMED[name]
+    choice = dispatch.choose_layer(recipe, (64, 64, 64))
+    assert choice.batch_invariant == recipe.batch_invariant == name.startswith("row")
 
 
 @pytest.mark.usefixtures("gpu")

@@ -51,6 +51,28 @@ def test_a_bad_field_is_named_with_the_accepted_values(field, value, takes):
     assert repr(value) in str(error.value)
 
 
+IN_ROWS = Recipe(criterion=None, fwd=Gemm(scales="row"))
+
+
+@pytest.mark.parametrize(
+    ("how", "is_invariant"),
+    [
+        ({}, True),
+        ({"fwd": Gemm(scales=("row", "tensor"))}, True),
+        ({"fwd": Gemm(scales=("row_block", "block"))}, True),
+        ({"dlhs": FLOAT_GEMM, "drhs": Gemm(scales="tensor")}, True),
+        ({"fwd": Gemm(scales=("tensor", "row"))}, False),
+        ({"fwd": Gemm(scales=("block", "row_block"))}, False),
+        ({"fwd": Gemm(lhs="stochastic", scales="row")}, False),
+        ({"fwd": Gemm(rhs="stochastic", scales="row")}, False),
+        ({"fwd": FLOAT_GEMM}, False),  # XLA sums it, in an order of its own
+        ({"fwd": Gemm(), "criterion": "absmax"}, False),
+    ],
+)
+def test_a_recipe_is_batch_invariant_if_tokens_share_nothing(how, is_invariant):
+    assert dataclasses.replace(IN_ROWS, **how).batch_invariant == is_invariant
+
+
 def test_numbers_of_numpy():
     numbers = {"alpha": np.float32(1.5), "start": np.float32(2.0)}
     rates = np.float32(0.25), np.float32(0.5)

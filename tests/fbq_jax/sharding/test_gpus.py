@@ -8,10 +8,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax import ops, recipes
+from fbq_jax import dot_general, ops, recipes
 from fbq_jax.kernels.quantized import Layout, Quantized, Term
 from tests.collectives import collectives
-from tests.fbq_jax.core.test_dot_general import product
+from tests.fbq_jax.core.test_dot_general import MATMUL, product
+from tests.fbq_jax.sharding.test_sums_in_int32 import with_reduce
 from tests.fbq_jax.sharding.tools import assert_close, mesh_of, place
 from tests.gpus import compile_for_hopper, h200s, needs_compiler
 from tests.kernels.quantize_cases import heavy
@@ -61,6 +62,26 @@ def test_kernels_on_shards_compile(monkeypatch, name):
     assert "triton_kernel_call_ffi" in compile_for_gpus(step, *shapes).as_text()
 
 
+def product_in_int32(x, w):
+    """The product of ``rowwise``, which devices sum in INT32."""
+    recipe = with_reduce(recipes.rowwise)
+    return dot_general(x, w, MATMUL, recipe=recipe)[0]
+
+
+@needs_compiler
+def test_products_are_summed_in_int32(monkeypatch):
+    compile_for_hopper(monkeypatch)
+    mesh = h200s(4, "tensor")
+    x, w = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for s, spec in (((256, 512), P(None, "tensor")), ((512, 128), P("tensor")))
+    )
+    run = jax.jit(product_in_int32).lower(x, w).compile()
+    sums = {(c.kind, c.dtype) for c in collectives(run) if c.size >= 64 * 128}
+    assert sums <= {("all-reduce", "s32"), ("reduce-scatter", "s32")}
+    assert sums
+
+
 @pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.usefixtures("reference_everywhere")
@@ -105,6 +126,17 @@ def test_each_gpu_draws_its_own_noise_in_shard_map():
     for gradient in mapped(x, w, dy):
         drawn = np.asarray(gradient).reshape(devices, -1)
         assert len(np.unique(drawn, axis=0)) == devices
+
+
+@pytest.mark.gpu
+@several_gpus
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_in_int32_have_the_bits_of_one_gpu(dtype):
+    x, w = heavy((256, 1024)).astype(dtype), heavy((1024, 384), 1).astype(dtype)
+    mesh = mesh_of(tensor=jax.device_count())
+    sharded = place(mesh, x, None, "tensor"), place(mesh, w, "tensor")
+    got, want = (jax.jit(product_in_int32)(*xs) for xs in (sharded, (x, w)))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.gpu

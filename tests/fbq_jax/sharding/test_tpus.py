@@ -40,6 +40,12 @@ def step(recipe):
     return functools.partial(product, recipe=recipe, theta=2.0, key=jax.random.key(0))
 
 
+def rowwise_with(reduce):
+    """``rowwise`` with such sums of dW."""
+    drhs = dataclasses.replace(recipes.rowwise.drhs, reduce=reduce)
+    return dataclasses.replace(recipes.rowwise, drhs=drhs)
+
+
 def lowered(function, *specs):
     """The text of a program for eight TPUs, or for one without specs."""
     mesh = mesh_of(data=2, fsdp=4)
@@ -75,11 +81,10 @@ def test_kernels_of_blocks_are_an_error_that_says_what_to_do(name):
 
 @pytest.mark.usefixtures("on_tpu")
 @pytest.mark.filterwarnings("ignore:quantize runs as jax.numpy code")
-def test_the_dtype_of_sums_is_not_left_to_xla():
-    drhs = dataclasses.replace(recipes.rowwise.drhs, reduce="float32")
-    recipe = dataclasses.replace(recipes.rowwise, drhs=drhs)
+def test_only_sums_in_int32_are_left_to_xla():
     with pytest.raises(NotImplementedError, match=r"^matmul: .* nor Gemm.reduce"):
-        lowered(step(recipe), *SPECS)
+        lowered(step(rowwise_with("float32")), *SPECS)
+    lowered(step(rowwise_with("int32")), *SPECS)
 
 
 @pytest.mark.usefixtures("on_tpu")
@@ -117,18 +122,21 @@ class LeftToXla:
         pass
 
 
+@pytest.mark.parametrize("reduce", with_first_fast(["int32", None]))
 def test_what_xla_partitions_has_the_bits_of_one_device_and_exchanges_codes(
-    monkeypatch,
+    reduce, monkeypatch
 ):
+    """XLA sums codes in int32, asked for or not."""
     # No other test has traced ops of these shapes.
     operands = heavy((1040, 520)), heavy((520, 264), 1), heavy((1040, 264), 2)
     mesh = mesh_of(data=2, fsdp=4)
     arguments = [place(mesh, x, *s) for x, s in zip(operands, SPECS, strict=True)]
     x, w, dy = (argument.sharding for argument in arguments)
     monkeypatch.setattr(partitioning, "custom_partitioning", LeftToXla)
-    run = jax.jit(step(recipes.rowwise), out_shardings=(dy, x, w))
+    recipe = rowwise_with(reduce)
+    run = jax.jit(step(recipe), out_shardings=(dy, x, w))
     run = run.lower(*arguments).compile()
-    want = step(recipes.rowwise)(*operands)
+    want = step(recipe)(*operands)
     jax.tree.map(np.testing.assert_array_equal, run(*arguments), want)
     codes = [found.size for found in collectives(run) if found.dtype == "s8"]
     assert codes == [520 * 264] * 2
