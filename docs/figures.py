@@ -390,6 +390,7 @@ def grpo() -> str:
                 f"{statistics.fmean(run['reward'][0] for run in runs):.2f}",
                 f"{statistics.fmean(rewards):.2f}",
                 ", ".join(f"{reward:.2f}" for reward in rewards),
+                f"{statistics.fmean(size > 0 for size in largest):.0%}",
                 f"{max(largest):.2g}",
                 f"{statistics.fmean(mean):.2g}",
                 f"{statistics.fmean(clipped):.1%}",
@@ -398,7 +399,7 @@ def grpo() -> str:
     return table(
         (
             *("recipe", "right answers: step 1", f"last {last} steps", "of each seed"),
-            *("largest abs(log ratio)", "mean", "clipped"),
+            *("rollouts with a mismatch", "largest abs(log ratio)", "mean", "clipped"),
         ),
         cells,
     )

@@ -1,6 +1,7 @@
 """Rollouts have the trainer's log-probabilities, and runs learn and are drawn."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -124,10 +125,28 @@ def test_a_run_leaves_metrics_and_a_picture(tmp_path, capsys):
     assert results["device"] == "cpu"
     (metrics,) = plot.by_label(results).values()
     assert [len(run["reward"]) for run in metrics] == [2, 2]
-    assert metrics[0].keys() == names
+    assert metrics[0].keys() == names - {"seconds"}
     assert imread(out.with_suffix(".png")).std() > 0.01
     assert program.main(["--out", str(runs[0])]) == 1
     assert "already holds a run" in capsys.readouterr().err
+
+
+def test_committed_runs_of_invariant_models_have_no_mismatch():
+    results = json.loads((Path(plot.__file__).parent / "results/cpu.json").read_text())
+    for run in results["runs"]:
+        assert Config(**run["options"]).invariant == run["options"]["invariant"]
+        mismatches = run["metrics"]["max_log_ratio"]
+        assert len(mismatches) == Config.steps
+        assert any(mismatches) != run["options"]["invariant"]
+        rewards = run["metrics"]["reward"]
+        assert sum(rewards[-10:]) > 2 * sum(rewards[:10])
+    seeds = {label: len(runs) for label, runs in plot.by_label(results).items()}
+    assert seeds == {
+        "bf16": 3,
+        "bf16, sampled by rowwise": 3,
+        "rowwise, invariant": 3,
+        "row_block_lhs, invariant": 3,
+    }
 
 
 @pytest.mark.exhaustive
