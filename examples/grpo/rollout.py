@@ -11,14 +11,10 @@ from examples.llama.model import KVCache, Llama, empty_cache
 
 
 class Rollout(NamedTuple):
-    """Prompts with sampled answers.
-
-    The samples of a prompt are next to each other. Log-probabilities are those that the
-    sampling model gave its tokens.
-    """
+    """Sampled answers; those to a prompt are next to each other."""
 
     tokens: jax.Array  # int32 [B, prompt + answer]
-    log_probabilities: jax.Array  # float32 [B, answer]
+    log_probabilities: jax.Array  # float32 [B, answer], by the sampling model
 
 
 def sample(
@@ -35,8 +31,8 @@ def sample(
     One program reads each prompt once, and another one draws all answers.
 
     Args:
-        model: The model; may be frozen.
-        variables: Its variables.
+        model: The model.
+        variables: Its variables, which may be frozen.
         prompts: int32 [P, S]; all have the same length, so none is padded.
         key: Of all draws.
         samples: Answers to each prompt.
@@ -51,11 +47,6 @@ def sample(
     prompts = jnp.repeat(prompts, samples, axis=0)
     tokens = jnp.concatenate([prompts, answers.tokens], axis=1)
     return Rollout(tokens, answers.log_probabilities)
-
-
-class _Chosen(NamedTuple):
-    tokens: jax.Array  # int32
-    log_probabilities: jax.Array  # float32, of these tokens
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -77,18 +68,18 @@ def _draw(
     logits: jax.Array,
     cache: KVCache,
     key: jax.Array,
-) -> _Chosen:
-    """Returns answers with their log-probabilities, [P * samples, length]."""
+) -> Rollout:
+    """Returns answers without their prompts."""
     keys, values = (jnp.repeat(x, samples, axis=1) for x in cache[:2])
 
-    def choose(logits: jax.Array, key: jax.Array) -> _Chosen:
+    def choose(logits: jax.Array, key: jax.Array) -> Rollout:
         tokens = jax.random.categorical(key, logits).astype(jnp.int32)
         found = log_probabilities(logits[:, None], tokens[:, None])
-        return _Chosen(tokens, found[:, 0])
+        return Rollout(tokens, found[:, 0])
 
     def advance(
         state: tuple[jax.Array, KVCache], key: jax.Array
-    ) -> tuple[tuple[jax.Array, KVCache], _Chosen]:
+    ) -> tuple[tuple[jax.Array, KVCache], Rollout]:
         tokens, cache = state
         found: Any = model.apply(variables, tokens[:, None], cache)
         logits, cache = found
