@@ -258,8 +258,8 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
 def _tile(ref: Any, shape: tuple[int, ...], first: Any = 0) -> tuple[Any, jax.Array]:
     """Rows from the first on, and columns from 0 on; and which values exist."""
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
-    view = ref.at[pl.ds(first, shape[0]), pl.ds(0, shape[1])]
-    return view, (first + row < ref.shape[0]) & (column < ref.shape[1])
+    row += first
+    return ref.at[row, column], (row < ref.shape[0]) & (column < ref.shape[1])
 
 
 def _load(ref: Any, shape: tuple[int, ...], first: Any = 0) -> jax.Array:
