@@ -16,6 +16,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from examples.grpo import plot as grpo_plot
 from examples.llama import atomic, plot
 from experiments import errors, result_files
 from experiments import page as evidence
@@ -29,6 +30,7 @@ from fbq_jax.bench.results import Row
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "fbq_jax/bench/results"
 LLAMA = ROOT / "examples/llama/results"
+GRPO = ROOT / "examples/grpo/results/cpu.json"
 EXPERIMENTS = evidence.RESULTS
 # Recipes and variants that the library had while they were measured.
 REMOVED = {
@@ -372,11 +374,43 @@ def _by_qwix(row: Mapping[str, Any]) -> list[str]:
     return [_losses(row["losses"]), f"{count} of {count + row['products_in_float']}"]
 
 
+def grpo() -> str:
+    """Rewards and mismatches of reinforcement learning on a CPU."""
+    last = 10
+    cells = []
+    for label, runs in grpo_plot.by_label(json.loads(GRPO.read_text())).items():
+        rewards = [statistics.fmean(run["reward"][-last:]) for run in runs]
+        largest, mean, clipped = (
+            [value for run in runs for value in run[name]]
+            for name in ("max_log_ratio", "mean_log_ratio", "clipped")
+        )
+        cells.append(
+            [
+                label,
+                f"{statistics.fmean(run['reward'][0] for run in runs):.2f}",
+                f"{statistics.fmean(rewards):.2f}",
+                ", ".join(f"{reward:.2f}" for reward in rewards),
+                f"{statistics.fmean(size > 0 for size in largest):.0%}",
+                f"{max(largest):.2g}",
+                f"{statistics.fmean(mean):.2g}",
+                f"{statistics.fmean(clipped):.1%}",
+            ]
+        )
+    return table(
+        (
+            *("recipe", "right answers: step 1", f"last {last} steps", "of each seed"),
+            *("rollouts with a mismatch", "largest abs(log ratio)", "mean", "clipped"),
+        ),
+        cells,
+    )
+
+
 # The pages with places for tables.
 PAGES = (
     "README.md",
     "docs/choose-a-recipe.md",
     "docs/guides/experts.md",
+    "docs/guides/grpo.md",
     "docs/guides/serving.md",
     "docs/guides/whole-models.md",
     "docs/integrations/maxtext.md",
@@ -390,7 +424,7 @@ SECTIONS_SHOWN = ("moe", "serve")
 SUMMARIES = (
     *(speed, speeds, losses, measured, memory, batches, loops),
     *(efficiencies, libraries, maxtext),
-    *(recipe_errors, models),
+    *(recipe_errors, models, grpo),
 )
 
 
@@ -492,6 +526,7 @@ PICTURES: dict[Path, Callable[[], Figure]] = {
     BENCH / "nvidia-h200-block.png": draw_block,
     errors.RESULTS.with_suffix(".png"): draw_errors,
     LLAMA / "compare-cpu.png": draw_runs_on_a_cpu,
+    GRPO.with_suffix(".png"): lambda: grpo_plot.draw(json.loads(GRPO.read_text())),
 }
 
 

@@ -5,7 +5,7 @@ at any batch. The quantized products of a batch-invariant recipe have this prope
 here is the rest of the model, in two forms:
 
 - Pallas kernels with tiles of fixed shapes, for sums and transcendental functions. They
-  are interpreted on CPUs, where XLA merges them with nothing (`_call`).
+  are interpreted on CPUs, where XLA merges them with nothing (`_interpret`).
 - Ordinary operations with `exact` between them, so that each of them rounds once.
 
 Backward passes are those of the ordinary functions.
@@ -321,14 +321,51 @@ def _by_rows(
 def _call(
     kernel: Any, out: Any, warps: int, *operands: jax.Array, **specs: Any
 ) -> jax.Array:
-    """Calls a kernel, which XLA for CPUs compiles apart from its caller."""
+    """Calls a kernel with a grid and the specs of its blocks."""
     backend = jax.default_backend()
-    if backend not in ("cpu", "gpu"):
+    if backend == "cpu":
+        return _interpret(kernel, out, *operands, **specs)
+    if backend != "gpu":
         raise UserError(f"invariant takes a CPU or an NVIDIA GPU, got a {backend}")
-    on_cpu = backend == "cpu"
     settings = triton.CompilerParams(num_warps=warps, num_stages=2)
-    run = pl.pallas_call(
-        kernel, out, interpret=on_cpu, compiler_params=settings, **specs
-    )
+    run = pl.pallas_call(kernel, out, compiler_params=settings, **specs)
     y: jax.Array = jax.jit(run)(*operands)
-    return set_xla_metadata(y, inlineable="false") if on_cpu else y
+    return y
+
+
+def _interpret(
+    kernel: Any,
+    out: Any,
+    *operands: jax.Array,
+    grid: tuple[int, ...],
+    in_specs: list[Any],
+    out_specs: Any,
+) -> jax.Array:
+    """Calls a kernel on a CPU, for one index of the grid's first axis at a time.
+
+    All calls are one program, which XLA compiles apart from its caller. If the
+    interpreter looped over all of the grid, each turn would copy all operands.
+    """
+    shape = out_specs.block_shape[0] or 1, *out.shape[1:]
+    run = pl.pallas_call(
+        kernel,
+        jax.ShapeDtypeStruct(shape, out.dtype),
+        grid=(1, *grid[1:]),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        interpret=True,
+    )
+
+    def run_one(i: jax.Array) -> jax.Array:
+        parts = []
+        for x, spec in zip(operands, in_specs, strict=True):
+            block, *_ = spec.index_map(i, *[0] * (len(grid) - 1))
+            size = spec.block_shape[0] or 1
+            parts.append(lax.dynamic_slice_in_dim(x, block * size, size))
+        y: jax.Array = set_xla_metadata(jax.jit(run)(*parts), inlineable="false")
+        # XLA would convert all of a bfloat16 array in order to store a part of it.
+        return lax.bitcast_convert_type(y, jnp.uint16) if is_16_bit else y
+
+    is_16_bit = out.dtype == jnp.bfloat16
+    y = lax.map(run_one, jnp.arange(grid[0])).reshape(out.shape)
+    return lax.bitcast_convert_type(y, out.dtype) if is_16_bit else y

@@ -1,0 +1,1 @@
+"""Reinforcement learning whose rollouts have the trainer's log-probabilities."""
