@@ -53,10 +53,10 @@ class Config:
         fields.check(self)
         dots = [RECIPES[self.recipe], RECIPES[self.rollout or self.recipe]]
         if self.invariant is None:
-            chosen = dots[0] == dots[1] and _is_batch_invariant(dots[0])
+            chosen = dots[0] == dots[1] and invariant.supports(dots[0])
             object.__setattr__(self, "invariant", chosen)
         elif self.invariant:
-            invariant.check(dots[0])
+            invariant.checked(dots[0])
             if dots[0] != dots[1]:
                 got = f"got {self.recipe} and {self.rollout}"
                 raise UserError(f"invariant takes one recipe for both models, {got}")
@@ -75,7 +75,3 @@ class Config:
         )
         rollout = self.rollout or self.recipe
         return Llama(sizes, RECIPES[self.recipe]), Llama(sizes, RECIPES[rollout])
-
-
-def _is_batch_invariant(dot_general: DotGeneral | None) -> bool:
-    return isinstance(dot_general, FallbackDot) and dot_general.recipe.batch_invariant
