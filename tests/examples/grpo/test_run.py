@@ -15,7 +15,6 @@ from examples.grpo.config import RECIPES, Config
 from examples.grpo.rollout import sample
 from examples.grpo.train import train
 from examples.llama.errors import UserError
-from fbq_jax import recipes
 from tests.marks import rows_with_first_fast
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
