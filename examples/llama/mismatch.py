@@ -122,7 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     if asked.json is not None:
         found = {"prompts": asked.prompts, "tokens": asked.tokens, "rows": rows}
         found |= {"device": jax.devices()[0].device_kind, "versions": versions()}
-        asked.json.write_text(json.dumps(found, indent=2) + "\n")
+        text = json.dumps(found, indent=2) + "\n"
+        asked.json.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -258,7 +258,7 @@ def test_the_command_compares_models_of_a_run(text, tmp_path, capsys):
     assert mismatch.main([str(out), "--tokens=24", *options]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].split() == ["rowwise", "True", "0", "0"]
-    rows = json.loads(file.read_text())["rows"]
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     kinds = [(row["recipe"], row["invariant"]) for row in rows]
     assert kinds == [("bf16", False), ("rowwise", False), ("rowwise", True)]
     assert mismatch.main([str(out), "--tokens=25", *options]) == 1

@@ -315,7 +315,7 @@ I31 = "an integer from 1 to 2147483647"
         ({"seed": 10**20}, [], "seed takes an integer from 0 to 4294967295, got 1000"),
         ({"lr": 10**400}, [], "lr takes a number from .* to 3.40282e.38, got 1000"),
         ({"saved_bits": 8.0}, [], "takes an integer from 4 to 12 or 0 or None, got 8"),
-        ({"reduce": {}}, [], "takes one of float32, bfloat16, int8 or None, got {}"),
+        ({"reduce": {}}, [], "takes one of float32, .*, int32, int8 or None, got {}"),
         ({"corpus": 5}, [], "be resumed with other data than before: data = "),
         # What the command line says otherwise.
         ({}, ["--recipe=bf16"], "recipe = fallback, .* recipe = bf16"),
@@ -441,6 +441,7 @@ def test_a_new_run_takes_no_files_of_another(config, run, capsys):
         ("--reduce=int8 --recipe=bf16", "INT8 recipes only, got 'int8' with bf16"),
         ("--optimizer-codes --recipe=bf16", "INT8 recipes only, got bf16"),
         ("--reduce=int8 --recipe=switchback", "reduce with switchback: .* XLA sums it"),
+        ("--reduce=int32 --recipe=block", "reduce with block: .*'int32' only with sc"),
         ("--experts=0", "experts takes an integer from 1 to 2147483647 or None, got 0"),
         ("--experts=4 --top-k=0", f"top_k takes {I31} or None, got 0"),
         ("--experts=4 --top-k=5", r"top_k takes at most num_experts \(4\)"),
@@ -627,6 +628,7 @@ def test_delayed_fp8_saves_its_scales_and_resumes_bit_for_bit(
         ({"recipe": "block", "reduce": "int8"}, 10, [None, None, "int8"]),
         # Its dW is in floats.
         ({"recipe": "switchback", "reduce": "float32"}, 10, ["float32"] * 2 + [None]),
+        ({"recipe": "rowwise", "reduce": "int32"}, 10, ["int32"] * 3),
         ({"recipe": "fp8_delayed"}, 10, None),
         ({"recipe": "bf16"}, None, None),
         ({"recipe": "bf16", "saved_bits": 8}, 8, None),
