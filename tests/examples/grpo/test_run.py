@@ -87,6 +87,7 @@ def test_the_samples_of_a_prompt_are_together_and_differ():
     assert (other.tokens != found.tokens).any()
 
 
+@pytest.mark.exhaustive
 def test_rewards_rise_with_the_likelihood_of_rewarded_answers():
     """Updates make the answers of positive advantages more likely."""
     model = Config(recipe="bf16").models()[0]
@@ -106,6 +107,7 @@ def test_rewards_rise_with_the_likelihood_of_rewarded_answers():
 SHORT = ["--steps", "2", "--prompts", "4", "--samples", "2", "--warmup", "0.001"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_leaves_metrics_and_a_picture(tmp_path, capsys):
     runs = [tmp_path / f"{seed}" for seed in (0, 1)]
     for seed, out in enumerate(runs):

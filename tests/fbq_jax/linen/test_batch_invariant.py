@@ -163,7 +163,7 @@ implementations = pytest.mark.parametrize(
         pytest.param("mosaic", marks=pytest.mark.gpu),
     ],
 )
-dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+dtypes = pytest.mark.parametrize("dtype", with_first_fast(["bfloat16", "float32"]))
 
 
 @implementations
@@ -174,6 +174,7 @@ def test_a_token_does_not_depend_on_its_batch(name, dtype, implementation):
     assert changed_outputs(Model(name, dtype, implementation), 50) == []
 
 
+@pytest.mark.exhaustive
 @implementations
 @dtypes
 @pytest.mark.parametrize("name", ["rowwise", "row_block_lhs"])

@@ -147,6 +147,7 @@ def test_codes_of_other_weights_are_errors():
     np.testing.assert_array_equal(average(X), plain(X))
 
 
+@pytest.mark.exhaustive
 def test_codes_stay_after_a_context_and_leave_frozen_models():
     model = Layers(nnx.Rngs(0))
     fbq_jax.nnx.write_codes(model, X)

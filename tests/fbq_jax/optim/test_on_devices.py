@@ -128,6 +128,7 @@ def test_codes_are_gathered_in_place_of_floats(sizes):
     assert ratio < 0.501
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallelism_gathers_no_weights():
     _, _, found = over_mesh(TENSOR, WRITER)
     assert [c for c in found if c.kind != "all-reduce" and c.size > 16] == []

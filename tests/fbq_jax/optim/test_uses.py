@@ -123,6 +123,7 @@ def test_the_base_of_lora(frozen):
         same(after["base_codes"], codes["base_codes"])
 
 
+@pytest.mark.exhaustive
 def test_frozen_layers_of_the_same_collection_are_an_error():
     run = Run(Two(), WRITER)
     run.train(1)
@@ -135,6 +136,7 @@ def test_frozen_layers_of_the_same_collection_are_an_error():
         run.model.apply({**variables, **codes}, X, mutable=["fallback"])
 
 
+@pytest.mark.exhaustive
 def test_a_moving_average():
     """Without codes, or with its own; those of other weights are found."""
     run = Run(Two(), WRITER)
@@ -174,6 +176,7 @@ def test_donation():
     assert all(x.is_deleted() for x in jax.tree.leaves(before))
 
 
+@pytest.mark.exhaustive
 def test_a_loop_over_steps():
     run, want = Run(Two(), WRITER), Run(Two(), WRITER)
 
