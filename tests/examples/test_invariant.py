@@ -32,7 +32,7 @@ CONFIG = small_config(
 PROMPTS = np.random.default_rng(0).integers(40, size=(8, 16), dtype=np.int32)
 TOKENS = np.random.default_rng(1).integers(40, size=(8, LENGTH), dtype=np.int32)
 # Where parts end: near the ends of tiles, and of the sequence.
-LENGTHS = (1, 31, 32, 33, 64, 69)
+LENGTHS = (1, 31, 33, 69)
 # Every operation of the example that is not in the default model.
 GEMMA = {"activation": "gelu_tanh", "unit_offset_norms": True, "post_norms": True}
 GEMMA |= {"attn_softcap": 30.0, "logit_softcap": 20.0, "embed_scale": 11.3}
@@ -57,12 +57,9 @@ def variables_of(model):
     rows_with_first_fast(
         [
             ("rowwise", jnp.bfloat16, {}),
-            ("rowwise", jnp.float32, {"saved_bits": 10}),
             ("row_block_lhs", jnp.bfloat16, {"saved_bits": 10, "remat": "codes"}),
-            ("row_block_lhs", jnp.float32, {}),
-            ("rowwise", jnp.bfloat16, {**GEMMA, "remat": "full"}),
-            ("rowwise", jnp.float32, {**GEMMA, **QWEN}),
-            ("switchback_q", jnp.bfloat16, {**QWEN, "unroll": True, "saved_bits": 10}),
+            ("row_block_lhs", jnp.float32, {**QWEN, "unroll": True}),
+            ("rowwise", jnp.float32, {**GEMMA, "saved_bits": 10, "remat": "full"}),
         ]
     ),
 )
@@ -98,8 +95,9 @@ def prefill(model, variables, tokens, cache):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("recipe", ["rowwise", "row_block_lhs"])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("rowwise", jnp.bfloat16), ("row_block_lhs", jnp.float32)]
+)
 def test_prefill_has_the_bits_of_a_whole_pass(recipe, dtype):
     """Caches have other lengths, and the next part of a sequence has any."""
     model = model_of(recipe, dtype=dtype)

@@ -44,7 +44,6 @@ def roll_out(sampler, variables, seed=0):
         [
             ("rowwise", "rowwise", True),
             ("row_block_lhs", "row_block_lhs", True),
-            ("switchback_q", "switchback_q", True),
             ("bf16", "rowwise", False),
         ]
     ),
