@@ -36,7 +36,14 @@ def matmul(lhs: Quantized, rhs: Quantized, *, dtype: jax.typing.DTypeLike) -> ja
         piece = slice(start, start + MAX_INT32_K)
         part = product_of_codes(lhs.codes[:, :, piece], rhs.codes[:, :, piece])
         product += part.astype(jnp.float32)
-    return round_to(scale_product(product, lhs.scales * rhs.scales.mT), dtype)
+    return scaled(product, lhs.scales * rhs.scales.mT, dtype)
+
+
+def scaled(
+    product: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """A float32 product of codes times its scales, rounded whatever reads it."""
+    return round_to(scale_product(product, scales), dtype)
 
 
 def product_of_codes(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

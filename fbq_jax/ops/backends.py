@@ -23,7 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from fbq_jax.kernels import packing, reference, speed_map, threshold_reference
+from fbq_jax.kernels import (
+    packing,
+    reference,
+    speed_map,
+    threshold_reference,
+    xla_gemm,
+)
 from fbq_jax.kernels.quantized import CodeDtype, Quantized, Unquantized, product_block
 from fbq_jax.ops.dispatch import BACKENDS, Backend, Request
 from fbq_jax.sharding.layer_names import warn_first
@@ -47,6 +53,16 @@ class Reference(Backend):
     matmul = staticmethod(reference.matmul)
     contract = staticmethod(reference.contract)
     move_threshold = staticmethod(threshold_reference.move_threshold)
+
+    def multiply_codes(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """XLA's product."""
+        return xla_gemm.product_of_codes(lhs, rhs)
+
+    def scale_product(
+        self, product: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """As one device scales it."""
+        return xla_gemm.scaled(product, scales, dtype)
 
     def quantizes_lhs(self, rows: int, lhs: Unquantized, rhs: Quantized) -> bool:
         """As GPUs do."""
@@ -128,8 +144,6 @@ class Triton(Reference):
         if groups is not None:
             return self._grouped_gemm().matmul(lhs, rhs, groups, dtype=dtype)
         if lhs.block[1] is None:
-            from fbq_jax.kernels import xla_gemm
-
             return xla_gemm.matmul(lhs, rhs, dtype=dtype)
         if _has_few_rows(lhs.shape[1], lhs.block[0], _FEW_ROWS):
             from fbq_jax.kernels.triton import few_rows_gemm
@@ -261,8 +275,6 @@ class Tpu(Reference):
         """See ``reference.matmul``."""
         del ordered  # the kernel adds in order
         if lhs.block[1] is None:
-            from fbq_jax.kernels import xla_gemm
-
             return xla_gemm.matmul(lhs, rhs, dtype=dtype)
         from fbq_jax.kernels.tpu import gemm
 

@@ -104,6 +104,16 @@ class Backend:
         del rows, lhs, rhs
         return False
 
+    def multiply_codes(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """The int32 product ``[B, M, N]`` of codes ``[B, M, K]`` and ``[B, N, K]``."""
+        raise NotImplementedError
+
+    def scale_product(
+        self, product: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """A float32 product of codes times its scales, rounded once to ``dtype``."""
+        raise NotImplementedError
+
 
 #: All backends by name, the fastest first; the last one runs everywhere.
 BACKENDS: dict[str, Backend] = {}

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from fbq_jax.kernels import xla_gemm
 from fbq_jax.kernels.quantized import (
     CodeDtype,
     Layout,
@@ -18,10 +17,9 @@ from fbq_jax.kernels.quantized import (
     Unquantized,
     product_block,
 )
-from fbq_jax.kernels.reference import MAX_INT32_K, round_to, scale_product
 from fbq_jax.kernels.sources import Matrix
 from fbq_jax.ops import dispatch
-from fbq_jax.ops.dispatch import BACKENDS, Request
+from fbq_jax.ops.dispatch import BACKENDS, Backend, Request
 from fbq_jax.ops.op import LocalOp, Op, call, register
 from fbq_jax.ops.problems import lead_of, map_problems
 from fbq_jax.ops.quantization import QUANTIZE, VECTOR_GRANULARITY
@@ -97,9 +95,10 @@ def _check_int32(lhs: Quantized | Unquantized, rhs: Quantized) -> None:
             f"scales {rhs.scales.shape} of codes {rhs.shape}"
         )
     depth = math.prod(rhs.shape[2:])
-    if not export.is_symbolic_dim(depth) and depth > MAX_INT32_K:
+    longest = BACKENDS["reference"].max_part_depth
+    if not export.is_symbolic_dim(depth) and longest and depth > longest:
         raise ValueError(
-            f"reduce='int32' sums up to {MAX_INT32_K} products exactly, and this "
+            f"reduce='int32' sums up to {longest} products exactly, and this "
             f"contraction has {depth}: leave Gemm.reduce at None, or take 'float32'"
         )
 
@@ -225,7 +224,7 @@ def _on_shard(
                 "recipe with a scale per row and Gemm(reduce='int32')"
             )
         if options["reduce"] == "int32":
-            return _sum_in_int32(shard, lhs, rhs, dtype)
+            return _sum_in_int32(run.backend, shard, lhs, rhs, dtype)
     part = shard.run(
         functools.partial(_multiply, run, ordered=options["ordered"]),
         (lhs, rhs),
@@ -245,12 +244,12 @@ def _on_shard(
 
 
 def _sum_in_int32(
-    shard: Shard, lhs: Quantized, rhs: Quantized, dtype: Any
+    backend: Backend, shard: Shard, lhs: Quantized, rhs: Quantized, dtype: Any
 ) -> jax.Array:
     """Sums the products of codes of all devices, and scales the sum as one device."""
 
     def multiply(lhs: Quantized, rhs: Quantized) -> jax.Array:
-        return xla_gemm.product_of_codes(lhs.codes, rhs.codes)
+        return backend.multiply_codes(lhs.codes, rhs.codes)
 
     total = shard.sum(shard.run(multiply, (lhs, rhs))).astype(jnp.float32)
     of_rows, of_columns = (
@@ -258,7 +257,7 @@ def _sum_in_int32(
         for x, words in zip((lhs, rhs), shard.rule.operands, strict=False)
     )
     of_columns = jnp.expand_dims(of_columns[..., 0], tuple(range(1, total.ndim - 1)))
-    return round_to(scale_product(total, of_rows * of_columns), dtype)
+    return backend.scale_product(total, of_rows * of_columns, dtype)
 
 
 def _multiply(
