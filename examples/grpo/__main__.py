@@ -15,7 +15,7 @@ from pathlib import Path
 from examples.grpo.config import Config
 from examples.grpo.train import train
 from examples.llama import atomic, fields
-from examples.llama.errors import UserError
+from examples.llama.errors import UserError, exit_status
 
 
 def run(config: Config, out: Path) -> None:
@@ -49,14 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     asked = _parser().parse_args(argv)
-    try:
-        run(Config(**fields.given(asked, Config)), asked.out)
-    except KeyboardInterrupt:
-        return 130
-    except (UserError, OSError) as error:  # OSError names its file
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: run(Config(**fields.given(asked, Config)), asked.out))
 
 
 if __name__ == "__main__":

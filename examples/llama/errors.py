@@ -2,13 +2,28 @@
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 class UserError(ValueError):
     """What was asked for is not possible; the message says why and what to do."""
+
+
+def exit_status(action: Callable[[], object]) -> int:
+    """Runs a program's action; prints an expected error as one line on stderr.
+
+    Returns 0, 1 after such an error, or 130 after Ctrl-C.
+    """
+    try:
+        action()
+    except KeyboardInterrupt:
+        return 130
+    except (UserError, OSError) as error:  # OSError names its file
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import build, fields
-from examples.llama.errors import UserError, replace_unprintable
+from examples.llama.errors import UserError, exit_status, replace_unprintable
 from examples.llama.fields import option
 from examples.llama.model import KVCache, Llama, empty_cache
 from examples.llama.text import Codec, to_bytes
@@ -195,14 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     asked = _parser().parse_args(argv)
     replace_unprintable()
-    try:
-        write(asked)
-    except KeyboardInterrupt:
-        return 130
-    except (UserError, OSError) as error:  # OSError names its file
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: write(asked))
 
 
 if __name__ == "__main__":
