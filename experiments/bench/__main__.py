@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 from fbq_jax.bench import cli
 
-SECTIONS = ("block", "profile", "train", "accumulation", "scaling", "parity")
+SECTIONS = (
+    "block",
+    "profile",
+    "train",
+    "accumulation",
+    "invariant",
+    "scaling",
+    "parity",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -95,16 +95,33 @@ class Program(NamedTuple):
     mesh: str = ""
     unroll: bool = False
     keeps_codes: bool = False
+    invariant: bool = False
 
     def row_name(self) -> str:
         """The name of the row."""
         name = layers.name_with_codes(self.name) if self.keeps_codes else self.name
+        name = f"{name}, invariant" if self.invariant else name
         return f"{name}, unrolled" if self.unroll else name
+
+    def llama(self) -> LlamaConfig:
+        """The model's configuration."""
+        hidden, intermediate, depth, *_ = self.shape
+        return config(
+            hidden,
+            intermediate,
+            min(SEQUENCE, hidden),
+            num_layers=depth,
+            vocab_size=VOCABULARY,
+            quantized=self.recipe is not None,
+            unroll=self.unroll,
+            invariant=self.invariant,
+        )
 
     def batch(self) -> tuple[int, int, int]:
         """The microbatches, their sequences, and the tokens of a sequence."""
-        hidden, _, _, sequences, *microbatches = self.shape
-        return microbatches[0] if microbatches else 1, sequences, min(SEQUENCE, hidden)
+        _, _, _, sequences, *microbatches = self.shape
+        length = self.llama().max_seq_len
+        return microbatches[0] if microbatches else 1, sequences, length
 
 
 def train(
@@ -115,18 +132,9 @@ def train(
     The model is freed on return, since the next one may need its memory. Returns the
     row of a step, and the metrics of the last step before timing.
     """
-    hidden, intermediate, depth, *_ = program.shape
     microbatches, sequences, length = program.batch()
     backend, product = dot_general(program.recipe, implementation)
-    llama = config(
-        hidden,
-        intermediate,
-        length,
-        num_layers=depth,
-        vocab_size=VOCABULARY,
-        quantized=program.recipe is not None,
-        unroll=program.unroll,
-    )
+    llama = program.llama()
     with devices(program.mesh):
         size = (microbatches, sequences, length + 1)
         draw = np.random.default_rng(0).integers

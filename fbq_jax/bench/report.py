@@ -54,6 +54,9 @@ HEADINGS = {
         f"Optimizer step of a Llama that accumulates gradients, {_TRAINED}",
         "hidden, MLP, layers, sequences of a microbatch, microbatches",
     ),
+    "invariant": Heading(
+        "Invariant Llama: optimizer step, and decoding of 8 sequences", _LLAMA
+    ),
     "scaling": Heading("Optimizer step of a Llama on several devices", _LLAMA),
     "parity": Heading(
         "50 steps of a small Llama on one device and on several", _LLAMA, ratio=None

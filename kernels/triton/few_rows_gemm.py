@@ -53,16 +53,23 @@ class Config(NamedTuple):
 
 
 def default_config(
-    shape: tuple[int, ...], k: int, *, sm: int, ordered: bool = False
+    shape: tuple[int, ...],
+    k: int,
+    *,
+    sm: int,
+    ordered: bool = False,
+    codes: jax.typing.DTypeLike = jnp.int8,
 ) -> Config:
     """Chooses the configuration for ``(batch, M, N, K)`` in K blocks of k.
 
     If sums are ordered, programs share no K blocks.
     """
     batch, M, N, K = shape
-    rows = rows_of_tile(M)
+    rows = rows_of_tile(M, codes)
     columns = 64
-    if ordered and batch * cdiv(N, columns) < 256:
+    # Sums of FP8 codes are rounded, in another way by the instruction for 32 columns.
+    exact = jnp.issubdtype(codes, jnp.integer)
+    if ordered and exact and batch * cdiv(N, columns) < 256:
         columns = 32
     # So many programs keep the memory of a GPU with some 130 multiprocessors busy.
     splits = (256 if rows == 128 else 512) // (batch * cdiv(N, columns))
@@ -78,9 +85,11 @@ def stages(size: int, sm: int) -> int:
     return max(2, min(4, _SHARED_MEMORY[sm < 90] // size))
 
 
-def rows_of_tile(M: int) -> int:
+def rows_of_tile(M: int, codes: jax.typing.DTypeLike = jnp.int8) -> int:
     """The rows of a tile with all M rows."""
-    return max(8, triton.next_power_of_2(M))
+    # Triton would multiply 8 rows of FP8 codes as float16, with other roundings.
+    least = 8 if jnp.issubdtype(codes, jnp.integer) else 16
+    return max(least, triton.next_power_of_2(M))
 
 
 def matmul(
@@ -99,7 +108,9 @@ def matmul(
     sm = sm or compute_capability()
     problem = Problem.of(lhs, rhs, sm)
     shape = rhs.shape[0], problem.M, problem.N, problem.K
-    config = config or default_config(shape, problem.k, sm=sm, ordered=ordered)
+    config = config or default_config(
+        shape, problem.k, sm=sm, ordered=ordered, codes=rhs.codes.dtype
+    )
     terms = [pack(term, problem.m) for term in lhs.terms]
     # Without a residual, the first term takes its place and is not read.
     arguments = *terms[0], *terms[-1]
@@ -139,7 +150,7 @@ def launch_parts(
         grid=(splits * batch * cdiv(N, config.BN),),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        BM=rows_of_tile(M),
+        BM=rows_of_tile(M, rhs.codes.dtype),
         P=problem,
         C=config,
     )

@@ -14,6 +14,7 @@ from experiments.bench import (
     accumulation,
     block,
     harness,
+    invariant,
     memory,
     parity,
     profile,
@@ -91,6 +92,22 @@ def test_whole_steps(section, sizes, steps, compared, monkeypatch):
         for row in measured:
             assert row.errors == {"loss": 0.0, "grad_norm": 0.0}
             assert row.peak_bytes > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("standard_promotion")
+def test_invariant_models(monkeypatch):
+    monkeypatch.setattr(harness, "VOCABULARY", 256)
+    monkeypatch.setattr(invariant, "RECIPES", ("rowwise",))
+    rows = list(invariant.rows([(128, 256, 1, 2)], **OPTIONS))
+    names = "bf16", "rowwise", "rowwise, invariant"
+    assert [(row.what, row.data) for row in rows] == [
+        (name, phase) for name in names for phase in ("training", "decoding")
+    ]
+    # The head counts, and the keys of a query: 128 in training, 64 in decoding.
+    weights = 128 * 128 * 4 + 128 * 256 * 3 + 256 * 128
+    check_rates(rows[::2], lambda _: 6 * 2 * 128 * (weights + 128 * 128))
+    check_rates(rows[1::2], lambda _: 2 * 8 * (weights + 64 * 128))
 
 
 @pytest.fixture

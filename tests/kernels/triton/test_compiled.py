@@ -149,6 +149,21 @@ def test_gemms_of_few_rows(rows, block, capability):
     )
 
 
+@pytest.mark.parametrize("rows", with_first_fast([1, 8, 32, 128]))
+def test_ordered_sums_of_float8_have_one_instruction(rows):
+    """Of the instructions that multiply FP8 codes, each rounds sums in its own way."""
+    compiled(
+        few_rows_gemm.matmul,
+        shapes((1, rows, 2200), (1, 128), "float8_e4m3fn"),
+        shapes((1, 304, 2200), (128, 128), "float8_e4m3fn"),
+        capability=90,
+        patterns=(product("float8_e4m3fn", 90),),
+        sm=90,
+        dtype=jnp.bfloat16,
+        ordered=True,
+    )
+
+
 @capabilities
 @pytest.mark.parametrize(
     ("rows", "blocks", "dtype"),
