@@ -11,7 +11,6 @@ from fbq_jax.bench.results import Row, with_ratios
 # (hidden, intermediate, layers, sequences of 2048 tokens): a billion parameters in
 # layers of Llama 3 8B's width, and TinyLlama's 1.1 billion.
 SHAPES = ((4096, 14336, 4, 8), (2048, 5632, 22, 4))
-_UNROLLED = ("bf16", *layers.RECIPES)
 _STEPS = 8  # before anything is compared or timed
 # The limits of INT8's errors: nats, and a share of the gradient norm.
 _LIMITS = {"loss": 0.02, "grad_norm": 0.1}
@@ -22,24 +21,20 @@ def rows(
 ) -> Iterator[Row]:
     """Measures each of these shapes of `harness.Program`.
 
-    Layers are in a loop, and those of two recipes also unrolled, which takes minutes to
-    compile; each is compared with bf16 of the same kind. A step is AdamW on float32
-    weights, always with the same random tokens; where codes are kept, AdamW writes
-    those of the weights. Raises WrongResultError if the loss or the gradient norm
-    differs from bf16's by more than INT8 may.
+    Layers are in a loop. A step is AdamW on float32 weights, always with the same
+    random tokens; where codes are kept, AdamW writes those of the weights. Raises
+    WrongResultError if the loss or the gradient norm differs from bf16's by more than
+    INT8 may.
     """
-    in_loop = harness.recipes()
-    few = {name: of for name, of in in_loop.items() if name in _UNROLLED}
+    of = harness.recipes()
     for shape in shapes:
-        plain = [harness.Program(*item, shape) for item in in_loop.items()]
-        kept = [
-            harness.Program(*item, shape, keeps_codes=True)
-            for item in few.items()
-            if item[0] != "bf16"
+        programs = [harness.Program(*item, shape) for item in of.items()]
+        programs += [
+            harness.Program(name, of[name], shape, keeps_codes=True)
+            for name in layers.RECIPES
+            if name in of
         ]
-        unrolled = [harness.Program(*item, shape, unroll=True) for item in few.items()]
-        for programs in ([*plain, *kept], unrolled):
-            yield from with_ratios(_measure(programs, implementation, effort))
+        yield from with_ratios(_measure(programs, implementation, effort))
 
 
 def _measure(
