@@ -1,0 +1,1 @@
+"""Chooses a recipe for each layer of a model, and says why."""

@@ -1,0 +1,198 @@
+"""Recipes that the library chooses, and its receipts."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import fbq_jax
+from fbq_jax import recipes
+from fbq_jax.choice import speed
+from fbq_jax.choice.report import ChoiceReport
+
+DEPTH, WIDTH, TOKENS = 12, 128, 256
+PLANTED = 3, 8  # layers
+
+
+def mean_square(y):
+    return jnp.mean(jnp.square(y))
+
+
+class Block(nn.Module):
+    """A layer whose input has an outlier in some tokens, if it is planted."""
+
+    @nn.compact
+    def __call__(self, x):
+        gain = self.param("gain", nn.initializers.ones, (WIDTH,))
+        h = nn.LayerNorm(use_bias=False, use_scale=False)(x)
+        few = jnp.arange(len(x))[:, None] % 64 == 0
+        h = jnp.where(few, h * gain[None], h)
+        return x + nn.Dense(WIDTH, use_bias=False, name="dense")(h)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(DEPTH):
+            x = Block(name=f"block_{i}")(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def planted():
+    """A model, its variables, and its input."""
+    model, x = Model(), jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    variables = model.init(jax.random.key(1), x)
+    for i in PLANTED:
+        gain = variables["params"][f"block_{i}"]["gain"]
+        variables["params"][f"block_{i}"]["gain"] = gain.at[5].set(300.0)
+    return model, variables, x
+
+
+@pytest.fixture(scope="module")
+def chosen(planted):
+    model, variables, x = planted
+    return fbq_jax.choose_recipes(model, variables, x, loss=mean_square)
+
+
+def test_planted_outliers_are_found_and_no_others(chosen):
+    rules, report = chosen
+    expected = {
+        f"block_{i}/dense": recipes.row_block_lhs if i in PLANTED else recipes.block
+        for i in range(DEPTH)
+    }
+    assert rules == expected
+    for layer in report.layers:
+        is_planted = int(layer.layer.split("_")[1].split("/")[0]) in PLANTED
+        assert (layer.outliers.largest > 50) == is_planted
+        assert (layer.candidates[0].error > report.budget) == is_planted
+
+
+def test_the_rules_quantize_the_model(planted, chosen):
+    model, variables, x = planted
+    quantized, report = fbq_jax.quantize(model, chosen[0], jax.random.key(0), x)
+    assert len(report.products) == DEPTH
+    assert not report.unused_rules
+    state = quantized.init(jax.random.key(0), x)["fallback"]
+    y = quantized.apply({**variables, "fallback": state}, x)
+    exact = model.apply(variables, x)
+    error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+    assert 0 < error < 0.03
+
+
+def test_the_report_says_what_was_measured(chosen):
+    lines = str(chosen[1]).splitlines()
+    assert lines[0].split()[:4] == ["layer", "M,", "K,", "N"]
+    row = next(line for line in lines if line.startswith("block_3/dense"))
+    assert "row_block_lhs" in row
+    assert "above the budget: block" in row
+    assert "error of Y at most 0.03" in lines[-1]
+
+
+def test_a_report_is_stored(chosen, tmp_path):
+    file = tmp_path / "report.json"
+    chosen[1].save(file)
+    assert ChoiceReport.load(file) == chosen[1]
+    file.write_text(json.dumps({"layers": 3}))
+    with pytest.raises(ValueError, match="report.json holds no report"):
+        ChoiceReport.load(file)
+
+
+def test_layers_of_a_stack_share_a_recipe():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(WIDTH, name="dense")(x), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.scan(Layer, length=3, **options)(name="layers")(x, None)[0]
+
+    x = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    variables = Stack().init(jax.random.key(1), x)
+    _, report = fbq_jax.choose_recipes(
+        Stack(), variables, x, loss=mean_square, candidates=["block"]
+    )
+    (layer,) = report.layers
+    assert layer[:3] == ("layers/dense", (TOKENS, WIDTH, WIDTH), 3)
+
+
+def test_nnx():
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    model, x = Mlp(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    rules, report = fbq_jax.nnx.choose_recipes(
+        model, x, loss=mean_square, candidates=["block", "rowwise"]
+    )
+    assert rules == {"up": recipes.block, "down": recipes.block}
+    assert [layer.sizes for layer in report.layers] == [
+        (TOKENS, 2 * WIDTH, WIDTH),
+        (TOKENS, WIDTH, 2 * WIDTH),
+    ]
+
+
+def test_slow_layers_stay_in_float(planted, monkeypatch):
+    """Where the device is measured, the fastest candidate inside the budget wins."""
+    model, variables, x = planted
+
+    def times(shapes, names):
+        assert list(names) == ["block", "row_block_lhs"]
+        return {
+            shape: {"bf16": 1.0, "block": 1.5, "row_block_lhs": 0.5} for shape in shapes
+        }
+
+    monkeypatch.setattr(speed, "measure_shapes", times)
+    names = ["block", "row_block_lhs"]
+    _, report = fbq_jax.choose_recipes(
+        model, variables, x, loss=mean_square, candidates=names
+    )
+    assert {layer.chosen for layer in report.layers} == {"row_block_lhs"}
+    assert report.predicted_ms == pytest.approx(report.step_ms - 0.5 * DEPTH)
+    rules, report = fbq_jax.choose_recipes(
+        model, variables, x, loss=mean_square, candidates=names, budget=1e-6
+    )
+    assert set(rules.values()) == {None}
+    assert "no candidate is inside" in report.layers[0].reason
+
+
+def test_a_layer_that_leaves_its_budget_is_named(planted, chosen):
+    model, variables, x = planted
+    changed = jax.tree.map(jnp.copy, variables)
+    gain = changed["params"]["block_11"]["gain"]
+    changed["params"]["block_11"]["gain"] = gain.at[7].set(300.0)
+    _, now = fbq_jax.choose_recipes(model, changed, x, loss=mean_square)
+    with pytest.warns(
+        UserWarning, match="'block_11/dense' has left its budget.*'block'"
+    ):
+        assert chosen[1].warn_of_changes(now) == ["block_11/dense"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen[1].warn_of_changes(chosen[1]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": ["blok"]}, "candidates takes names of recipes.*'blok'"),
+        ({"candidates": "block"}, "candidates takes names of recipes; got 'block'"),
+        ({"budget": 0}, "budget takes a number above 0; got 0"),
+        ({"loss": lambda y: jnp.float32(0.0)}, "no layer whose product has a gradient"),
+    ],
+)
+def test_errors(planted, options, message):
+    model, variables, x = planted
+    with pytest.raises(ValueError, match=message):
+        fbq_jax.choose_recipes(model, variables, x, **{"loss": mean_square, **options})
