@@ -58,10 +58,13 @@ def _errors(
     x: jax.Array, w: jax.Array, dy: jax.Array, recipe: Recipe
 ) -> tuple[jax.Array, ...]:
     def quantized(x: jax.Array, w: jax.Array) -> jax.Array:
-        options = {"recipe": recipe, "key": jax.random.key(0)}
-        return dot_general(
-            x, w, _DIMENSIONS, preferred_element_type=dy.dtype, **options
-        )[0]
+        y, _ = dot_general(
+            *(x, w, _DIMENSIONS),
+            preferred_element_type=dy.dtype,
+            recipe=recipe,
+            key=jax.random.key(0),
+        )
+        return y
 
     def exact(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.dot_general(x, w, _DIMENSIONS, precision=lax.Precision.HIGHEST)

@@ -73,5 +73,6 @@ class Recording(Visitor):
         return recorded(lhs, layer.weight)
 
     def _add(self, path: str, sizes: Sizes, *arrays: Any) -> None:
-        product = Operands(*map(np.asarray, arrays), sizes)
+        x, w, dy = map(np.asarray, arrays)
+        product = Operands(x, w, dy, sizes)
         self.products.setdefault(path, []).append(product)

@@ -1,4 +1,4 @@
-"""The receipt of a choice: what was measured of each layer, what was chosen, and why."""
+"""The receipt of a choice: what was measured, what was chosen, and why."""
 
 import dataclasses
 import json
@@ -34,9 +34,8 @@ class Candidate(NamedTuple):
     @property
     def error(self) -> float:
         """What is compared with the budget."""
-        return max(
-            self.errors.y, self.errors.dx / GRADIENTS, self.errors.dw / GRADIENTS
-        )
+        y, dx, dw = self.errors
+        return max(y, dx / GRADIENTS, dw / GRADIENTS)
 
 
 class LayerReceipt(NamedTuple):
@@ -45,7 +44,7 @@ class LayerReceipt(NamedTuple):
     Attributes:
       layer: its path.
       sizes: M, K and N of its product; M is the number of tokens.
-      count: its products in a step, more than one in a stack.
+      stack: its products in a step, more than one in a stack.
       outliers: of its activation.
       candidates: from fast to accurate.
       chosen: the name of a candidate; None leaves the layer in float.
@@ -55,7 +54,7 @@ class LayerReceipt(NamedTuple):
 
     layer: str
     sizes: Sizes
-    count: int
+    stack: int
     outliers: Outliers
     candidates: tuple[Candidate, ...]
     chosen: str | None
@@ -72,7 +71,7 @@ class LayerReceipt(NamedTuple):
     def saved_bytes(self) -> int:
         """Bytes less that the backward pass reads of X, whose codes take one byte."""
         M, K, _ = self.sizes
-        return 0 if self.chosen is None else self.count * M * K
+        return 0 if self.chosen is None else self.stack * M * K
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ class ChoiceReport:
         for layer in self.layers:
             if layer.float_ms is None or layer.chosen_ms is None:
                 return None
-            saved += layer.count * (layer.float_ms - layer.chosen_ms)
+            saved += layer.stack * (layer.float_ms - layer.chosen_ms)
         return None if self.step_ms is None else self.step_ms - saved
 
     @property
@@ -179,7 +178,7 @@ class ChoiceReport:
 def choose(
     layer: str,
     sizes: Sizes,
-    count: int,
+    stack: int,
     outliers: Outliers,
     candidates: Sequence[Candidate],
     budget: float,
@@ -207,7 +206,7 @@ def choose(
     return LayerReceipt(
         layer,
         sizes,
-        count,
+        stack,
         outliers,
         tuple(candidates),
         None if chosen is None else chosen.recipe,
@@ -217,7 +216,7 @@ def choose(
 
 
 def _row(layer: LayerReceipt) -> list[str]:
-    stack = f"{layer.count} x " if layer.count > 1 else ""
+    stack = f"{layer.stack} x " if layer.stack > 1 else ""
     return [
         layer.layer,
         f"{stack}{', '.join(map(str, layer.sizes))}",
@@ -243,12 +242,12 @@ def _as_json(x: Any) -> Any:
 def _from_json(content: Mapping[str, Any]) -> ChoiceReport:
     layers = []
     for row in content["layers"]:
-        name, sizes, count, found, candidates, *rest = row
+        name, sizes, stack, found, candidates, *rest = row
         layers.append(
             LayerReceipt(
                 name,
                 tuple(sizes),
-                count,
+                stack,
                 Outliers(*found),
                 tuple(Candidate(n, Errors(*e), ms) for n, e, ms in candidates),
                 *rest,

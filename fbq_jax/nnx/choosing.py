@@ -44,7 +44,8 @@ def choose_recipes(
     quantize(quantized, {".*": rowwise}, *args, **kwargs)
 
     def step_of(model: nnx.Module) -> Callable[[], Any]:
-        graphdef, params, others = nnx.split(model, nnx.Param, ...)
+        split: Any = nnx.split(model, nnx.Param, ...)
+        graphdef, params, others = split
 
         @jax.jit
         def gradient(params: Any, others: Any) -> Any:

@@ -99,7 +99,7 @@ def test_a_report_is_stored(chosen, tmp_path):
     chosen[1].save(file)
     assert ChoiceReport.load(file) == chosen[1]
     file.write_text(json.dumps({"layers": 3}))
-    with pytest.raises(ValueError, match="report.json holds no report"):
+    with pytest.raises(ValueError, match=r"report\.json holds no report"):
         ChoiceReport.load(file)
 
 
@@ -189,7 +189,7 @@ def test_a_layer_that_leaves_its_budget_is_named(planted, chosen):
         ({"candidates": ["blok"]}, "candidates takes names of recipes.*'blok'"),
         ({"candidates": "block"}, "candidates takes names of recipes; got 'block'"),
         ({"budget": 0}, "budget takes a number above 0; got 0"),
-        ({"loss": lambda y: jnp.float32(0.0)}, "no layer whose product has a gradient"),
+        ({"loss": lambda _: jnp.float32(0.0)}, "no layer whose product has a gradient"),
     ],
 )
 def test_errors(planted, options, message):
