@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,17 +60,12 @@ class LayerReceipt(NamedTuple):
     reason: str
     float_ms: float | None = None
 
-    @property
-    def chosen_ms(self) -> float | None:
-        """Milliseconds of one product as chosen."""
-        times = {c.recipe: c.ms for c in self.candidates}
-        return self.float_ms if self.chosen is None else times[self.chosen]
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes less that the backward pass reads of X, whose codes take one byte."""
-        M, K, _ = self.sizes
-        return 0 if self.chosen is None else self.stack * M * K
+    def saved_ms(self) -> float | None:
+        """Milliseconds that the choice saves in a step; None if not measured."""
+        if self.float_ms is None or self.chosen is None:
+            return None if self.float_ms is None else 0.0
+        ms = next(c.ms for c in self.candidates if c.recipe == self.chosen)
+        return None if ms is None else self.stack * (self.float_ms - ms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +86,7 @@ class ChoiceReport:
 
     @property
     def rules(self) -> dict[str, Recipe | None]:
-        """The rules for ``quantize``: the exact path of each layer, as a pattern."""
+        """The rules for ``quantize``: the path of each layer, as a pattern."""
         return {
             layer.layer: None if layer.chosen is None else NAMED[layer.chosen]
             for layer in self.layers
@@ -101,18 +95,10 @@ class ChoiceReport:
     @property
     def predicted_ms(self) -> float | None:
         """Milliseconds of a step as chosen; None if not measured."""
-        saved = 0.0
-        for layer in self.layers:
-            if layer.float_ms is None or layer.chosen_ms is None:
-                return None
-            saved += layer.stack * (layer.float_ms - layer.chosen_ms)
-        return None if self.step_ms is None else self.step_ms - saved
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times as fast as in float a step is predicted to be."""
-        predicted = self.predicted_ms
-        return None if predicted is None else (self.step_ms or 0.0) / predicted
+        saved = [layer.saved_ms() for layer in self.layers]
+        if self.step_ms is None or None in saved:
+            return None
+        return self.step_ms - sum(filter(None, saved))
 
     def __str__(self) -> str:
         names = [c.recipe for c in self.layers[0].candidates]
@@ -120,21 +106,42 @@ class ChoiceReport:
         rows = [head, *map(_row, self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        saved = sum(layer.saved_bytes for layer in self.layers)
+        sizes = [math.prod(x.sizes[:2]) * x.stack for x in self.layers if x.chosen]
         lines.append(
             f"error of Y at most {self.budget:g}, on {self.device}; the backward pass "
-            f"reads {saved / 2**20:,.0f} MiB less"
+            f"reads {sum(sizes) / 2**20:,.0f} MiB less"
         )
-        if self.speedup is not None:
+        if (predicted := self.predicted_ms) is not None and self.step_ms is not None:
             lines.append(
-                f"a step is predicted to take {self.predicted_ms:.2f} ms in place of "
-                f"{self.step_ms:.2f} ms ({self.speedup:.2f} times as fast)"
+                f"a step is predicted to take {predicted:.2f} ms, in place of "
+                f"{self.step_ms:.2f} ms ({self.step_ms / predicted:.2f} times as fast)"
             )
         return "\n".join(lines)
 
+    def draw(self) -> Any:
+        """A figure of Matplotlib: each layer's error by candidate, and the budget."""
+        from matplotlib.figure import Figure  # which nothing else here needs
+
+        figure = Figure(figsize=(8, 1 + 0.3 * len(self.layers)), layout="constrained")
+        axes, rows = figure.subplots(), list(range(len(self.layers)))
+        for n, candidate in enumerate(self.layers[0].candidates):
+            errors = [layer.candidates[n].error for layer in self.layers]
+            (points,) = axes.plot(
+                errors, rows, "o", fillstyle="none", label=candidate.recipe
+            )
+            for row, layer in enumerate(self.layers):
+                if layer.chosen == candidate.recipe:
+                    axes.plot(errors[row], row, "o", color=points.get_color())
+        axes.axvline(self.budget, color="black", linewidth=1, label="budget")
+        axes.set(xscale="log", xlabel="error of Y (filled: chosen)")
+        axes.set_yticks(rows, [layer.layer for layer in self.layers])
+        axes.invert_yaxis()
+        axes.legend()
+        return figure
+
     def save(self, file: Path | str) -> None:
         """Writes the report as JSON."""
-        text = json.dumps(dataclasses.asdict(self), indent=1, default=_as_json)
+        text = json.dumps(dataclasses.asdict(self), indent=1)
         Path(file).write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
@@ -145,8 +152,10 @@ class ChoiceReport:
           ValueError: the file holds something else.
         """
         try:
-            return _from_json(json.loads(Path(file).read_text(encoding="utf-8")))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            content = json.loads(Path(file).read_text(encoding="utf-8"))
+            layers = tuple(map(_read_layer, content.pop("layers")))
+            return cls(layers, **content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} holds no report of choose_recipes") from error
 
     def warn_of_changes(self, now: "ChoiceReport") -> list[str]:
@@ -158,101 +167,42 @@ class ChoiceReport:
         Returns:
           The paths of these layers.
         """
-        chosen = {layer.layer: layer.chosen for layer in self.layers}
-        left = []
+        chosen, left = {layer.layer: layer.chosen for layer in self.layers}, []
         for layer in now.layers:
-            was = chosen.get(layer.layer)
-            errors = {c.recipe: c.error for c in layer.candidates}
-            if was is None or errors[was] <= self.budget:
-                continue
-            left.append(layer.layer)
-            warnings.warn(
-                f"layer {layer.layer!r} has left its budget: the error of {was!r} is "
-                f"{errors[was]:.3f}, above {self.budget:g}; now the choice would be "
-                f"{layer.chosen or 'float'} ({layer.reason})",
-                stacklevel=2,
-            )
+            for candidate in layer.candidates:
+                if candidate.recipe != chosen.get(layer.layer):
+                    continue
+                if candidate.error <= self.budget:
+                    continue
+                left.append(layer.layer)
+                warnings.warn(
+                    f"layer {layer.layer!r} has left its budget: {candidate.recipe!r} "
+                    f"has an error of {candidate.error:.3f}, above {self.budget:g}; "
+                    f"now the choice would be {layer.chosen or 'float'} "
+                    f"({layer.reason})",
+                    stacklevel=2,
+                )
         return left
-
-
-def choose(
-    layer: str,
-    sizes: Sizes,
-    stack: int,
-    outliers: Outliers,
-    candidates: Sequence[Candidate],
-    budget: float,
-    float_ms: float | None,
-) -> LayerReceipt:
-    """The receipt of a layer: the fastest candidate inside the budget.
-
-    Where times are not measured, candidates are as fast as their order says.
-    """
-    inside = [c for c in candidates if c.error <= budget]
-    faster = [c for c in inside if c.ms is None or float_ms is None or c.ms < float_ms]
-    chosen = min(faster, key=lambda c: c.ms or 0.0, default=None)
-    if chosen is not None:
-        others = [c for c in candidates if c.error > budget]
-        reason = f"error {chosen.error:.3f}"
-        if others:
-            worse = ", ".join(f"{c.recipe} {c.error:.3f}" for c in others)
-            reason += f"; above the budget: {worse}"
-    elif inside:
-        best = min(c.ms or math.inf for c in inside)
-        reason = f"INT8 would be slower: {best:.3f} ms, {float_ms:.3f} ms in float"
-    else:
-        least = min(candidates, key=lambda c: c.error)
-        reason = f"no candidate is inside: {least.recipe} has {least.error:.3f}"
-    return LayerReceipt(
-        layer,
-        sizes,
-        stack,
-        outliers,
-        tuple(candidates),
-        None if chosen is None else chosen.recipe,
-        reason,
-        float_ms,
-    )
 
 
 def _row(layer: LayerReceipt) -> list[str]:
     stack = f"{layer.stack} x " if layer.stack > 1 else ""
+    cells = [f"{c.errors.y:.3f}" for c in layer.candidates]
+    if layer.float_ms is not None:
+        for n, candidate in enumerate(layer.candidates):
+            cells[n] += f", {layer.float_ms / (candidate.ms or math.nan):.2f}x"
     return [
         layer.layer,
         f"{stack}{', '.join(map(str, layer.sizes))}",
         f"{layer.outliers.largest:.0f} rms",
         f"{layer.outliers.share:.1%}",
-        *(_cell(c, layer.float_ms) for c in layer.candidates),
+        *cells,
         layer.chosen or "float",
         layer.reason,
     ]
 
 
-def _cell(candidate: Candidate, float_ms: float | None) -> str:
-    error = f"{candidate.errors.y:.3f}"
-    if candidate.ms is None or float_ms is None:
-        return error
-    return f"{error}, {float_ms / candidate.ms:.2f}x"
-
-
-def _as_json(x: Any) -> Any:
-    raise TypeError(type(x))
-
-
-def _from_json(content: Mapping[str, Any]) -> ChoiceReport:
-    layers = []
-    for row in content["layers"]:
-        name, sizes, stack, found, candidates, *rest = row
-        layers.append(
-            LayerReceipt(
-                name,
-                tuple(sizes),
-                stack,
-                Outliers(*found),
-                tuple(Candidate(n, Errors(*e), ms) for n, e, ms in candidates),
-                *rest,
-            )
-        )
-    return ChoiceReport(
-        tuple(layers), content["budget"], content["device"], content["step_ms"]
-    )
+def _read_layer(row: Any) -> LayerReceipt:
+    layer, sizes, stack, found, candidates, *rest = row
+    read = tuple(Candidate(name, Errors(*e), ms) for name, e, ms in candidates)
+    return LayerReceipt(layer, tuple(sizes), stack, Outliers(*found), read, *rest)

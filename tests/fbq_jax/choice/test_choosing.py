@@ -103,6 +103,12 @@ def test_a_report_is_stored(chosen, tmp_path):
         ChoiceReport.load(file)
 
 
+def test_the_picture_shows_each_layer(chosen):
+    (axes,) = chosen[1].draw().axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [layer.layer for layer in chosen[1].layers]
+
+
 def test_layers_of_a_stack_share_a_recipe():
     class Layer(nn.Module):
         @nn.compact
