@@ -1,14 +1,14 @@
 """The receipt of a choice: what was measured, what was chosen, and why."""
 
-import dataclasses
 import json
 import math
 import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fbq_jax.choice.errors import Errors, Outliers
-from fbq_jax.choice.recording import Sizes
+from fbq_jax.kernels.speed_map import Sizes
 from fbq_jax.recipes import NAMED
 from fbq_jax.recipes.schema import Recipe
 
@@ -22,19 +22,22 @@ class Candidate(NamedTuple):
 
     Attributes:
       recipe: its name.
-      errors: the largest errors of the layer's products, and of all layers of a stack.
+      y: the error of Y, as in ``products.errors``; the largest one of a stack.
+      dx: that of dX.
+      dw: that of dW.
       ms: milliseconds of the three products on this device; None if not measured.
     """
 
     recipe: str
-    errors: Errors
+    y: float
+    dx: float
+    dw: float
     ms: float | None = None
 
     @property
     def error(self) -> float:
         """What is compared with the budget."""
-        y, dx, dw = self.errors
-        return max(y, dx / GRADIENTS, dw / GRADIENTS)
+        return max(self.y, self.dx / GRADIENTS, self.dw / GRADIENTS)
 
 
 class LayerReceipt(NamedTuple):
@@ -44,7 +47,8 @@ class LayerReceipt(NamedTuple):
       layer: its path.
       sizes: M, K and N of its product; M is the number of tokens.
       stack: its products in a step, more than one in a stack.
-      outliers: of its activation.
+      largest: the largest magnitude of X over its root mean square.
+      outliers: the share of outlier blocks in X, as in ``products.outliers``.
       candidates: from fast to accurate.
       chosen: the name of a candidate; None leaves the layer in float.
       reason: why.
@@ -54,21 +58,19 @@ class LayerReceipt(NamedTuple):
     layer: str
     sizes: Sizes
     stack: int
-    outliers: Outliers
+    largest: float
+    outliers: float
     candidates: tuple[Candidate, ...]
     chosen: str | None
     reason: str
     float_ms: float | None = None
 
-    def saved_ms(self) -> float | None:
-        """Milliseconds that the choice saves in a step; None if not measured."""
-        if self.float_ms is None or self.chosen is None:
-            return None if self.float_ms is None else 0.0
-        ms = next(c.ms for c in self.candidates if c.recipe == self.chosen)
-        return None if ms is None else self.stack * (self.float_ms - ms)
+    def candidate(self, recipe: str | None) -> Candidate | None:
+        """The candidate of this name."""
+        return next((c for c in self.candidates if c.recipe == recipe), None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ChoiceReport:
     """What ``choose_recipes`` measured and chose; ``print`` shows it as a table.
 
@@ -76,29 +78,34 @@ class ChoiceReport:
       layers: the receipts, in the order of the layers' paths.
       budget: the largest error of a layer's output.
       device: what it was measured on.
-      step_ms: milliseconds of a step in float; None if not measured.
+      float_ms: milliseconds of the gradient of a step in float; None if not measured.
+      chosen_ms: those with the chosen recipes; None if not measured.
+      look: what ``check`` calls; None if the report was loaded.
     """
 
     layers: tuple[LayerReceipt, ...]
     budget: float
     device: str
-    step_ms: float | None = None
+    float_ms: float | None = None
+    chosen_ms: float | None = None
+    look: Callable[..., "ChoiceReport"] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     @property
     def rules(self) -> dict[str, Recipe | None]:
         """The rules for ``quantize``: the path of each layer, as a pattern."""
-        return {
-            layer.layer: None if layer.chosen is None else NAMED[layer.chosen]
-            for layer in self.layers
-        }
+        return {x.layer: NAMED[x.chosen] if x.chosen else None for x in self.layers}
 
     @property
     def predicted_ms(self) -> float | None:
-        """Milliseconds of a step as chosen; None if not measured."""
-        saved = [layer.saved_ms() for layer in self.layers]
-        if self.step_ms is None or None in saved:
-            return None
-        return self.step_ms - sum(filter(None, saved))
+        """``float_ms`` less what the chosen layers save; None if not measured."""
+        ms = self.float_ms
+        for layer in self.layers:
+            chosen = layer.candidate(layer.chosen)
+            if ms is not None and chosen and chosen.ms and layer.float_ms:
+                ms -= layer.stack * (layer.float_ms - chosen.ms)
+        return ms
 
     def __str__(self) -> str:
         names = [c.recipe for c in self.layers[0].candidates]
@@ -106,16 +113,17 @@ class ChoiceReport:
         rows = [head, *map(_row, self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        sizes = [math.prod(x.sizes[:2]) * x.stack for x in self.layers if x.chosen]
+        saved = sum(math.prod(x.sizes[:2]) * x.stack for x in self.layers if x.chosen)
         lines.append(
-            f"error of Y at most {self.budget:g}, on {self.device}; the backward pass "
-            f"reads {sum(sizes) / 2**20:,.0f} MiB less"
+            f"errors of Y, at most {self.budget:g}, on {self.device}; inputs that the "
+            f"layers save for the backward pass: {saved / 2**20:,.1f} MiB less"
         )
-        if (predicted := self.predicted_ms) is not None and self.step_ms is not None:
-            lines.append(
-                f"a step is predicted to take {predicted:.2f} ms, in place of "
-                f"{self.step_ms:.2f} ms ({self.step_ms / predicted:.2f} times as fast)"
-            )
+        if (base := self.float_ms) is not None:
+            times = {"predicted": self.predicted_ms, "measured": self.chosen_ms}
+            each = [
+                f"{k} {ms:.2f} ms ({base / ms:.2f}x)" for k, ms in times.items() if ms
+            ]
+            lines.append(f"gradient: {base:.2f} ms in float, {', '.join(each)}")
         return "\n".join(lines)
 
     def draw(self) -> Any:
@@ -123,15 +131,13 @@ class ChoiceReport:
         from matplotlib.figure import Figure  # which nothing else here needs
 
         figure = Figure(figsize=(8, 1 + 0.3 * len(self.layers)), layout="constrained")
-        axes, rows = figure.subplots(), list(range(len(self.layers)))
-        for n, candidate in enumerate(self.layers[0].candidates):
+        axes, rows = figure.subplots(), range(len(self.layers))
+        for n, (name, *_) in enumerate(self.layers[0].candidates):
             errors = [layer.candidates[n].error for layer in self.layers]
-            (points,) = axes.plot(
-                errors, rows, "o", fillstyle="none", label=candidate.recipe
-            )
-            for row, layer in enumerate(self.layers):
-                if layer.chosen == candidate.recipe:
-                    axes.plot(errors[row], row, "o", color=points.get_color())
+            chosen = [row for row in rows if self.layers[row].chosen == name]
+            (points,) = axes.plot(errors, rows, "o", mfc="none", label=name)
+            filled = [errors[row] for row in chosen]
+            axes.plot(filled, chosen, "o", color=points.get_color())
         axes.axvline(self.budget, color="black", linewidth=1, label="budget")
         axes.set(xscale="log", xlabel="error of Y (filled: chosen)")
         axes.set_yticks(rows, [layer.layer for layer in self.layers])
@@ -141,7 +147,7 @@ class ChoiceReport:
 
     def save(self, file: Path | str) -> None:
         """Writes the report as JSON."""
-        text = json.dumps(dataclasses.asdict(self), indent=1)
+        text = json.dumps(asdict(replace(self, look=None)), indent=1)
         Path(file).write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
@@ -158,51 +164,49 @@ class ChoiceReport:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} holds no report of choose_recipes") from error
 
-    def warn_of_changes(self, now: "ChoiceReport") -> list[str]:
-        """Warns of each layer that has left its budget since this report.
+    def check(self, *arguments: Any) -> "ChoiceReport":
+        """Looks again, and warns of each layer that has left its budget.
 
         Args:
-          now: a later report of the same model.
+          *arguments: those of ``choose_recipes`` before its options, with the present
+            parameters and a new batch of the same shapes.  Nothing is compiled again.
 
         Returns:
-          The paths of these layers.
+          What would be chosen now.
+
+        Raises:
+          ValueError: the report was loaded.
         """
-        chosen, left = {layer.layer: layer.chosen for layer in self.layers}, []
+        if self.look is None:
+            raise ValueError(
+                "a loaded report has no model to look at: call choose_recipes, and "
+                "give its report these layers by dataclasses.replace"
+            )
+        now = self.look(*arguments)
+        chosen = {layer.layer: layer.chosen for layer in self.layers}
         for layer in now.layers:
-            for candidate in layer.candidates:
-                if candidate.recipe != chosen.get(layer.layer):
-                    continue
-                if candidate.error <= self.budget:
-                    continue
-                left.append(layer.layer)
+            used = layer.candidate(chosen.get(layer.layer))
+            if used is not None and used.error > self.budget:
                 warnings.warn(
-                    f"layer {layer.layer!r} has left its budget: {candidate.recipe!r} "
-                    f"has an error of {candidate.error:.3f}, above {self.budget:g}; "
-                    f"now the choice would be {layer.chosen or 'float'} "
-                    f"({layer.reason})",
+                    f"layer {layer.layer!r} has left its budget: {used.recipe!r} has "
+                    f"an error of {used.error:.3f}, above {self.budget:g}; now the "
+                    f"choice would be {layer.chosen or 'float'} ({layer.reason})",
                     stacklevel=2,
                 )
-        return left
+        return now
 
 
 def _row(layer: LayerReceipt) -> list[str]:
-    stack = f"{layer.stack} x " if layer.stack > 1 else ""
-    cells = [f"{c.errors.y:.3f}" for c in layer.candidates]
+    cells = [f"{c.y:.3f}" for c in layer.candidates]
     if layer.float_ms is not None:
         for n, candidate in enumerate(layer.candidates):
             cells[n] += f", {layer.float_ms / (candidate.ms or math.nan):.2f}x"
-    return [
-        layer.layer,
-        f"{stack}{', '.join(map(str, layer.sizes))}",
-        f"{layer.outliers.largest:.0f} rms",
-        f"{layer.outliers.share:.1%}",
-        *cells,
-        layer.chosen or "float",
-        layer.reason,
-    ]
+    sizes = f"{layer.stack} x " * (layer.stack > 1) + ", ".join(map(str, layer.sizes))
+    found = f"{layer.largest:.0f} rms", f"{layer.outliers:.1%}"
+    return [layer.layer, sizes, *found, *cells, layer.chosen or "float", layer.reason]
 
 
 def _read_layer(row: Any) -> LayerReceipt:
-    layer, sizes, stack, found, candidates, *rest = row
-    read = tuple(Candidate(name, Errors(*e), ms) for name, e, ms in candidates)
-    return LayerReceipt(layer, tuple(sizes), stack, Outliers(*found), read, *rest)
+    layer, sizes, stack, largest, share, candidates, *rest = row
+    read = tuple(Candidate(*candidate) for candidate in candidates)
+    return LayerReceipt(layer, tuple(sizes), stack, largest, share, read, *rest)

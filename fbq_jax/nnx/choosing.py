@@ -6,11 +6,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fbq_jax.choice.choosing import BUDGET, CANDIDATES, choose_for
+from fbq_jax.choice.choosing import BUDGET, CANDIDATES, Rules, choose_for
 from fbq_jax.choice.report import ChoiceReport
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx.rules import quantize
-from fbq_jax.recipes import rowwise
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -20,42 +19,39 @@ def choose_recipes(
     loss: Callable[[Any], jax.Array],
     candidates: Sequence[str] = CANDIDATES,
     budget: float = BUDGET,
+    layers: str = ".*",
     **kwargs: Any,
 ) -> tuple[dict[str, Recipe | None], ChoiceReport]:
-    """Chooses a recipe for each layer of a model; see ``fbq_jax.choose_recipes``.
+    """Chooses a recipe for each layer of a model, and says why.
 
-    Args:
-      model: an unquantized model, which does not change.
-      *args: the arguments of its call: a batch of training.
-      loss: maps the model's output to the loss, a scalar.
-      candidates: as there.
-      budget: as there.
-      **kwargs: keyword arguments of the call.
-
-    Returns:
-      The rules for ``fbq_jax.nnx.quantize``, and the report.
-
-    Raises:
-      TypeError: the model is not one of NNX.
-      ValueError: as there.
+    This is ``fbq_jax.choose_recipes`` for an unquantized model, which does not change.
+    The other arguments are those of its call; ``report.check(model, *args)`` looks
+    again.  Returns the rules for ``fbq_jax.nnx.quantize``, and the report.
     """
     check_nnx("choose_recipes", model)
-    quantized = nnx.clone(model)
-    quantize(quantized, {".*": rowwise}, *args, **kwargs)
 
-    def step_of(model: nnx.Module) -> Callable[[], Any]:
-        split: Any = nnx.split(model, nnx.Param, ...)
-        graphdef, params, others = split
+    def make_step(rules: Rules | None) -> Callable[..., Any]:
+        run = nnx.clone(model)
+        if rules is not None:
+            quantize(run, rules, *args, **kwargs)
+        parts: Any = nnx.split(run, nnx.Param, ...)
+        graph, _, state = parts
 
         @jax.jit
-        def gradient(params: Any, others: Any) -> Any:
-            def of(params: Any) -> jax.Array:
-                merged = nnx.merge(graphdef, params, others, copy=True)
-                return loss(merged(*args, **kwargs))
+        def gradient(params: Any, state: Any, args: Any) -> tuple[Any, Any]:
+            def value(params: Any) -> tuple[jax.Array, Any]:
+                merged = nnx.merge(graph, params, state, copy=True)
+                y = merged(*args, **kwargs)
+                return loss(y), nnx.state(merged, nnx.Not(nnx.Param))
 
-            return jax.grad(of)(params)
+            return jax.grad(value, has_aux=True)(params)
 
-        return lambda: gradient(params, others)
+        def step(model: nnx.Module, *args: Any) -> Any:
+            nonlocal state
+            grads, state = gradient(nnx.state(model, nnx.Param), state, args)
+            return grads
 
-    report = choose_for(step_of(quantized), step_of(model), candidates, budget)
+        return step
+
+    report = choose_for(make_step, (model, *args), candidates, budget, layers)
     return report.rules, report
