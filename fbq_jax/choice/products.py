@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,7 +60,7 @@ class Recorder(Visitor):
         with visiting(self):
             jax.block_until_ready(step())
         jax.effects_barrier()
-        if others := sorted(self.seen - self.products.keys()):
+        if self.products and (others := sorted(self.seen - self.products.keys())):
             names = ", ".join(others)
             warnings.warn(f"not measured, and without a rule: {names}", stacklevel=4)
         self.seen.clear()
@@ -104,33 +104,35 @@ class Recorder(Visitor):
 
 @functools.partial(jax.jit, static_argnums=3)
 def errors(
-    x: jax.Array, w: jax.Array, dy: jax.Array, recipe: Recipe
-) -> tuple[jax.Array, ...]:
-    """The errors of a recipe in Y, dX and dW of a ``Product``.
+    x: jax.Array, w: jax.Array, dy: jax.Array, recipes: Sequence[Recipe]
+) -> list[list[jax.Array]]:
+    """The errors of each recipe in Y, dX and dW of a ``Product``.
 
     They are relative to float32 products of the same operands, in the Frobenius norm.
     The threshold of fallback is the quantile of the operands' own blocks.
     """
 
-    def quantized(x: jax.Array, w: jax.Array) -> jax.Array:
+    def exact(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.dot_general(x, w, _DIMENSIONS, precision=lax.Precision.HIGHEST)
+
+    def quantized(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
         key, dtype = jax.random.key(0), dy.dtype
         return dot_general(
             x, w, _DIMENSIONS, preferred_element_type=dtype, recipe=recipe, key=key
         )[0]
 
-    def exact(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.dot_general(x, w, _DIMENSIONS, precision=lax.Precision.HIGHEST)
+    def results(product: Any, x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, gradients = jax.vjp(product, x, w)
+        return y, *gradients(dy)
 
     def relative(actual: jax.Array, exact: jax.Array) -> jax.Array:
         norm = jnp.linalg.norm(exact.ravel())
         difference = jnp.linalg.norm((actual.astype(jnp.float32) - exact).ravel())
         return jnp.where(norm > 0, difference / norm, 0.0)
 
-    wide, found = [a.astype(jnp.float32) for a in (x, w, dy)], []
-    for product, (x_, w_, dy_) in ((quantized, (x, w, dy)), (exact, wide)):
-        y, gradients = jax.vjp(product, x_, w_)
-        found.append((y, *gradients(dy_)))
-    return tuple(map(relative, *found))
+    expected = results(exact, *(a.astype(jnp.float32) for a in (x, w, dy)))
+    found = [results(functools.partial(quantized, r), x, w, dy) for r in recipes]
+    return [list(map(relative, actual, expected)) for actual in found]
 
 
 @jax.jit

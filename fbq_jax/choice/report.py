@@ -49,7 +49,7 @@ class LayerReceipt(NamedTuple):
       stack: its products in a step, more than one in a stack.
       largest: the largest magnitude of X over its root mean square.
       outliers: the share of outlier blocks in X, as in ``products.outliers``.
-      candidates: from fast to accurate.
+      candidates: from fast to slow.
       chosen: the name of a candidate; None leaves the layer in float.
       reason: why.
       float_ms: milliseconds of its products in float; None if not measured.

@@ -40,7 +40,7 @@ def choose_recipes(
       variables: its parameters and other collections.
       *args: the arguments of ``model.apply``: a batch of training.
       loss: maps the model's output to the loss, a scalar.
-      candidates: names of recipes, from fast to accurate.
+      candidates: names of recipes, from fast to slow.
       budget: the largest error of a layer's output, relative to it; its gradients may
         have ten times as much.
       layers: a pattern of paths, as in ``quantize``; other layers stay in float.
