@@ -170,7 +170,7 @@ class Config:
             raise UserError("reduce does not apply to the products of experts")
         if not isinstance(dot_general, FallbackDot):
             got = f"got {self.reduce!r} with {self.recipe}"
-            raise UserError(f"reduce applies to one INT8 recipe, {got}")
+            raise UserError(f"reduce applies to INT8 recipes only, {got}")
         recipe, changed = dot_general.recipe, {}
         try:
             for name in ("drhs",) if self.reduce == "int8" else ("fwd", "dlhs", "drhs"):
