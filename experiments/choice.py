@@ -35,8 +35,8 @@ from experiments import result_files
 from experiments.bench import harness
 from fbq_jax import FallbackDot, RulesDot, recipes
 from fbq_jax.bench import results
+from fbq_jax.choice import ChoiceReport
 from fbq_jax.choice.choosing import CANDIDATES
-from fbq_jax.choice.report import ChoiceReport
 
 PLANTED = 3, 8  # layers
 _FACTOR = 2.0**6  # of the channels that get outliers

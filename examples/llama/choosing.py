@@ -15,7 +15,9 @@ from examples.llama.errors import UserError, writing
 from examples.llama.model import Llama
 from examples.llama.step import cross_entropy
 from fbq_jax import choose_recipes
-from fbq_jax.choice.report import ChoiceReport
+from fbq_jax.choice import ChoiceReport
+
+RECIPES_FILE = "recipes.json"
 
 
 class _Loss(Llama):
@@ -48,25 +50,29 @@ def with_rules(config: Config, report: ChoiceReport) -> Config:
 
 
 def write(report: ChoiceReport, out: Path) -> None:
-    """Writes a report to the folder of a run: recipes.json and recipes.png."""
+    """Writes a report to the folder of a run, and a picture of it."""
     with writing(out):
-        report.save(out / "recipes.json")
-        report.draw().savefig(out / "recipes.png", dpi=150)
+        report.save(out / RECIPES_FILE)
+        report.draw().savefig((out / RECIPES_FILE).with_suffix(".png"), dpi=150)
 
 
-def has_report(out: Path) -> bool:
-    """Whether the rules of the run in `out` were found."""
-    return (out / "recipes.json").exists()
+def resume(
+    out: Path, model: Llama, params: Any, tokens: jax.Array
+) -> ChoiceReport | None:
+    """Returns the report of a run that goes on, which can look at its layers again.
 
-
-def resume(out: Path, model: Llama, params: Any, tokens: jax.Array) -> ChoiceReport:
-    """Returns the report of a run that goes on, which can look at its layers again."""
+    None if the run has no report, or now has several devices.
+    """
+    if not (out / RECIPES_FILE).exists():
+        return None
     try:
-        stored = ChoiceReport.load(out / "recipes.json")
+        stored = ChoiceReport.load(out / RECIPES_FILE)
     except ValueError as error:
         raise UserError(str(error)) from error
-    now = choose(model, params, tokens)
-    return dataclasses.replace(stored, look=now.look)
+    if mesh.size() > 1:
+        print("note: on several devices, no look is taken at the layers of auto")
+        return None
+    return dataclasses.replace(stored, look=choose(model, params, tokens).look)
 
 
 def check(report: ChoiceReport, params: Any, tokens: jax.Array) -> list[str]:

@@ -21,6 +21,10 @@ RECIPES: dict[str, DotGeneral | None] = {
     "fp8_current": Fp8Dot(scaling="current"),
 }
 
+# What rules match, in a model with experts or without.
+LAYERS = ("layers/attention/qkv/dense", "layers/attention/out")
+LAYERS += tuple(f"layers/mlp/{x}" for x in ("gate_up", "down"))
+LAYERS += tuple(f"layers/mlp/experts/{x}" for x in ("gate_up", "down"))
 # The recipe for which `choosing` finds rules.
 AUTO = "auto"
 
@@ -201,6 +205,12 @@ def read_recipe(text: str) -> DotGeneral | None:
             raise UserError(f"a rule of recipe takes {takes}, got {rule!r}")
         rules[pattern] = named[name]
     try:
-        return RulesDot(rules)
+        dot_general = RulesDot(rules)
     except ValueError as error:
         raise UserError(f"recipe: {error}") from error
+    for pattern in rules:
+        if not any(re.fullmatch(pattern, layer) for layer in LAYERS):
+            raise UserError(
+                f"a rule of recipe matches one of {', '.join(LAYERS)}, got {pattern!r}"
+            )
+    return dot_general

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from examples.llama import fields, hf, mesh, metrics, plot, run_folder
+from examples.llama.choosing import RECIPES_FILE
 from examples.llama.config import AUTO, Config
 from examples.llama.errors import UserError, replace_unprintable
 from examples.llama.progress import StopRequests, stop_requests
@@ -136,7 +137,8 @@ def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
     for out, fixed in command.runs.items():
         resume = command.resume and (out in existing or not existing)
         like = (out if resume else existing[0]) if command.resume else None
-        if resume and AUTO in (fixed.get("recipe"), command.given.get("recipe")):
+        asked = fixed.get("recipe"), command.given.get("recipe")
+        if resume and AUTO in asked and (out / RECIPES_FILE).exists():
             fixed = {"recipe": run_folder.read_options(out)["recipe"]}  # its rules
         config = configure(command, like, **fixed)
         runs[out] = config, resume

@@ -40,7 +40,7 @@ from examples.llama.step import (
 )
 from examples.llama.text import tokenizer_source
 from fbq_jax import FallbackDot, RulesDot, assert_live, freeze, optim
-from fbq_jax.choice.report import ChoiceReport
+from fbq_jax.choice import ChoiceReport
 
 
 class DivergedError(UserError):
@@ -151,9 +151,10 @@ def train(
                     run_folder.write_options(out, config, run.corpus)
                 if run.report is not None:
                     print(run.report)
+                if run.report is not None and config.save_every:
                     choosing.write(run.report, out)
                 _describe(run, optax.tree.size(state.params))
-            if resume and config.check_every and choosing.has_report(out):
+            if resume and config.check_every:
                 tokens = run.batch(int(state.step) + 1)[0]
                 run = run._replace(
                     report=choosing.resume(out, run.model, state.params, tokens)

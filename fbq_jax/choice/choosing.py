@@ -3,13 +3,24 @@
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from fbq_jax.choice.products import Product, Recorder, errors, outliers
+from fbq_jax.choice.products import (
+    DIMENSIONS,
+    Product,
+    Recorder,
+    errors,
+    gradients,
+    outliers,
+)
 from fbq_jax.choice.report import Candidate, ChoiceReport, LayerReceipt
+from fbq_jax.core.dot_general import dot_general
 from fbq_jax.kernels.speed_map import Sizes
 from fbq_jax.recipes import NAMED
 from fbq_jax.recipes.schema import Recipe
@@ -20,8 +31,9 @@ CANDIDATES = ("block", "row_block_lhs", "fallback")
 #: per block.
 BUDGET = 0.03
 _ROWS = 512  # of an activation that are compared
-_DEPTH = 4  # layers of a step that is timed, from K to N and back
+_CALLS = 8  # of a layer that is timed, one after the other
 _SETTLING_STEPS = 4  # of thresholds
+_SECONDS = 0.5  # that steps are timed
 Rules = Mapping[str, Recipe | None]
 
 
@@ -43,6 +55,12 @@ def choose_for(
       layers: as there.
     """
     check(candidates, budget)
+    leaves = jax.tree.leaves(arguments)
+    if any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in leaves):
+        raise ValueError(
+            "choose_recipes takes arrays on one device: jax.device_get them, or choose "
+            "for a smaller model with the same layers"
+        )
     recorder, step = Recorder(_ROWS), make_step({layers: NAMED["rowwise"]})
 
     def look(*arguments: Any) -> ChoiceReport:
@@ -70,21 +88,23 @@ def choose_from(
     check(candidates, budget)
     if not products:
         raise ValueError(
-            "choose_recipes found no layer whose product has a gradient: the loss is "
-            "to depend on the model's output, and layers are those that quantize takes"
+            "choose_recipes found no layer whose product has a gradient: layers match "
+            "the pattern and are those that quantize takes, and the loss depends on "
+            "their outputs"
         )
     layers, recipes = [], tuple(NAMED[name] for name in candidates)
     for layer, found in products.items():
-        ms = layer_ms(found[0].sizes, tuple(candidates))
+        dtype = jnp.result_type(found[0].x, found[0].w).name
+        ms = layer_ms(found[0].sizes, dtype, tuple(candidates))
         each = [errors(*product[:3], recipes) for product in found]
         measured = []
         for name, of_each in zip(candidates, zip(*each, strict=True), strict=True):
-            y, dx, dw = (float(max(values)) for values in zip(*of_each, strict=True))
+            y, dx, dw = (float(x) for x in np.max(np.asarray(of_each), axis=0))
             measured.append(Candidate(name, y, dx, dw, ms.get(name)))
         largest, share = max(tuple(map(float, outliers(x.x))) for x in found)
         what = layer, found[0].sizes, len(found), largest, share, tuple(measured)
-        chosen = _choose(measured, budget, ms.get("bf16"))
-        layers.append(LayerReceipt(*what, *chosen, ms.get("bf16")))
+        chosen = _choose(measured, budget, ms.get("float"))
+        layers.append(LayerReceipt(*what, *chosen, ms.get("float")))
     return ChoiceReport(tuple(layers), budget, jax.devices()[0].device_kind)
 
 
@@ -120,31 +140,49 @@ def _choose(
 
 
 @functools.cache
-def layer_ms(sizes: Sizes, names: Sequence[str]) -> Mapping[str, float]:
-    """Milliseconds of a layer's training step by recipe, with ``"bf16"``.
+def layer_ms(sizes: Sizes, dtype: str, names: Sequence[str]) -> Mapping[str, float]:
+    """Milliseconds of a layer's products, and of an update of W, by recipe.
 
-    The step is that of ``python -m fbq_jax.bench step``.  Without a GPU, where INT8 is
-    not faster, nothing is measured.
+    The name of products in float is ``"float"``.  Without a GPU, where INT8 is not
+    faster, nothing is measured.
     """
     if jax.default_backend() != "gpu":
         return {}
-    # Not with the library, which does not need them.
-    from fbq_jax.bench import layers, measure, step
-
-    M, *channels = sizes
-    shape = M, min(channels), max(channels)
-    stacks = [layers.bf16(_DEPTH), *layers.linen(_DEPTH, None, names)]
+    M, K, N = sizes
+    shapes = (1, M, K), (1, K, N), (1, M, N)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w, dy = (
+        jax.random.normal(*pair, dtype) for pair in zip(keys, shapes, strict=True)
+    )
+    w /= K**0.5
     found = {}
-    for program in step.compiled(stacks, shape, _DEPTH):
-        run = measure.RunningStep(program.step, program.start(), *step.inputs(shape))
-        found[program.what] = milliseconds(run) / _DEPTH
+    for name in ("float", *names):
+        recipe, theta = NAMED.get(name), None
+        if recipe is not None and recipe.criterion is not None:
+            options = {"recipe": recipe, "key": keys[0]}
+            theta = dot_general(x, w, DIMENSIONS, **options)[1].theta
+
+        @jax.jit
+        def run(*state: jax.Array, recipe: Any = recipe, theta: Any = theta) -> Any:
+            def step(state: Any, _: Any) -> tuple[Any, None]:
+                x, w, dy = state
+                y, dx, dw = gradients(recipe, x, w, dy, theta)
+                return (dx, w - 1e-6 * dw, y), None
+
+            return jax.lax.scan(step, state, length=_CALLS)[0]
+
+        found[name] = milliseconds(functools.partial(run, x, w, dy)) / _CALLS
     return found
 
 
 def milliseconds(step: Callable[[], Any]) -> float:
-    """Milliseconds of a step, when its thresholds have settled."""
-    from fbq_jax.bench import measure
-
+    """Milliseconds of a step, when thresholds have settled."""
     for _ in range(_SETTLING_STEPS):
-        step()
-    return measure.timing(step, effort=measure.QUICK, burst_of="calls").ms
+        jax.block_until_ready(step())
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() < start + _SECONDS:
+        for _ in range(_CALLS):
+            out = step()
+        jax.block_until_ready(out)
+        count += _CALLS
+    return 1e3 * (time.perf_counter() - start) / count

@@ -17,9 +17,10 @@ from fbq_jax.kernels.speed_map import Sizes
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer
 
-_DIMENSIONS = ((2,), (1,)), ((0,), (0,))
+DIMENSIONS = ((2,), (1,)), ((0,), (0,))
 _BLOCK = 128
-#: A block is an outlier if its largest magnitude is so many times the median block's.
+#: A block is an outlier if its largest magnitude is so many times that of the
+#: block at the lower quartile.
 OUTLIER = 8.0
 
 
@@ -62,7 +63,7 @@ class Recorder(Visitor):
         jax.effects_barrier()
         if self.products and (others := sorted(self.seen - self.products.keys())):
             names = ", ".join(others)
-            warnings.warn(f"not measured, and without a rule: {names}", stacklevel=4)
+            warnings.warn(f"not measured, and without a rule: {names}", stacklevel=5)
         self.seen.clear()
         return dict(sorted(self.products.items()))
 
@@ -112,27 +113,35 @@ def errors(
     The threshold of fallback is the quantile of the operands' own blocks.
     """
 
-    def exact(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.dot_general(x, w, _DIMENSIONS, precision=lax.Precision.HIGHEST)
-
-    def quantized(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
-        key, dtype = jax.random.key(0), dy.dtype
-        return dot_general(
-            x, w, _DIMENSIONS, preferred_element_type=dtype, recipe=recipe, key=key
-        )[0]
-
-    def results(product: Any, x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        y, gradients = jax.vjp(product, x, w)
-        return y, *gradients(dy)
-
     def relative(actual: jax.Array, exact: jax.Array) -> jax.Array:
         norm = jnp.linalg.norm(exact.ravel())
         difference = jnp.linalg.norm((actual.astype(jnp.float32) - exact).ravel())
-        return jnp.where(norm > 0, difference / norm, 0.0)
+        return jnp.where(norm == 0, 0.0, difference / norm)
 
-    expected = results(exact, *(a.astype(jnp.float32) for a in (x, w, dy)))
-    found = [results(functools.partial(quantized, r), x, w, dy) for r in recipes]
-    return [list(map(relative, actual, expected)) for actual in found]
+    with jax.default_matmul_precision("highest"):
+        exact = gradients(None, *(a.astype(jnp.float32) for a in (x, w, dy)))
+    found = [gradients(recipe, x, w, dy) for recipe in recipes]
+    return [list(map(relative, actual, exact)) for actual in found]
+
+
+def gradients(
+    recipe: Recipe | None,
+    x: jax.Array,
+    w: jax.Array,
+    dy: jax.Array,
+    theta: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Y, dX and dW of a ``Product``, by a recipe or, if it is None, in float."""
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        options: Any = {"preferred_element_type": dy.dtype}
+        if recipe is None:
+            return lax.dot_general(x, w, DIMENSIONS, **options)
+        options |= {"recipe": recipe, "theta": theta, "key": jax.random.key(0)}
+        return dot_general(x, w, DIMENSIONS, **options)[0]
+
+    y, backward = jax.vjp(product, x, w)
+    return y, *backward(dy)
 
 
 @jax.jit
@@ -140,7 +149,8 @@ def outliers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What stands out in an activation ``[B, M, K]``.
 
     Returns its largest magnitude over the root mean square; and the share of 128x128
-    blocks whose largest magnitude is more than ``OUTLIER`` times the median block's.
+    blocks whose largest magnitude is more than ``OUTLIER`` times that of the block at
+    the lower quartile.
     """
     size = jnp.abs(x.astype(jnp.float32))
     blocks = jnp.pad(size, [(0, 0)] + [(0, -side % _BLOCK) for side in x.shape[1:]])
@@ -148,5 +158,5 @@ def outliers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     blocks = blocks.reshape(batch, rows // _BLOCK, _BLOCK, columns // _BLOCK, _BLOCK)
     blocks = blocks.max(axis=(2, 4))
     rms = jnp.sqrt(jnp.mean(jnp.square(size)))
-    share = jnp.mean(blocks > OUTLIER * jnp.median(blocks))
+    share = jnp.mean(blocks > OUTLIER * jnp.quantile(blocks, 0.25))
     return size.max() / jnp.maximum(rms, jnp.finfo(jnp.float32).tiny), share

@@ -37,7 +37,8 @@ class Candidate(NamedTuple):
     @property
     def error(self) -> float:
         """What is compared with the budget."""
-        return max(self.y, self.dx / GRADIENTS, self.dw / GRADIENTS)
+        each = [self.y, self.dx / GRADIENTS, self.dw / GRADIENTS]
+        return math.nan if any(map(math.isnan, each)) else max(each)
 
 
 class LayerReceipt(NamedTuple):
@@ -94,7 +95,7 @@ class ChoiceReport:
 
     @property
     def rules(self) -> dict[str, Recipe | None]:
-        """The rules for ``quantize``: the path of each layer, as a pattern."""
+        """The rules for ``quantize``, whose patterns are the paths of the layers."""
         return {x.layer: NAMED[x.chosen] if x.chosen else None for x in self.layers}
 
     @property
@@ -115,8 +116,8 @@ class ChoiceReport:
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         saved = sum(math.prod(x.sizes[:2]) * x.stack for x in self.layers if x.chosen)
         lines.append(
-            f"errors of Y, at most {self.budget:g}, on {self.device}; inputs that the "
-            f"layers save for the backward pass: {saved / 2**20:,.1f} MiB less"
+            f"errors of Y, or a tenth of those of dX and dW, at most {self.budget:g}; "
+            f"on {self.device}; layers save {saved / 2**20:,.1f} MiB less of inputs"
         )
         if (base := self.float_ms) is not None:
             times = {"predicted": self.predicted_ms, "measured": self.chosen_ms}
@@ -139,7 +140,10 @@ class ChoiceReport:
             filled = [errors[row] for row in chosen]
             axes.plot(filled, chosen, "o", color=points.get_color())
         axes.axvline(self.budget, color="black", linewidth=1, label="budget")
-        axes.set(xscale="log", xlabel="error of Y (filled: chosen)")
+        axes.set(
+            xscale="log",
+            xlabel="error of Y, or a tenth of that of dX or dW (filled: chosen)",
+        )
         axes.set_yticks(rows, [layer.layer for layer in self.layers])
         axes.invert_yaxis()
         axes.legend()
@@ -186,7 +190,7 @@ class ChoiceReport:
         chosen = {layer.layer: layer.chosen for layer in self.layers}
         for layer in now.layers:
             used = layer.candidate(chosen.get(layer.layer))
-            if used is not None and used.error > self.budget:
+            if used is not None and not used.error <= self.budget:  # it may be NaN
                 warnings.warn(
                     f"layer {layer.layer!r} has left its budget: {used.recipe!r} has "
                     f"an error of {used.error:.3f}, above {self.budget:g}; now the "
@@ -197,7 +201,7 @@ class ChoiceReport:
 
 
 def _row(layer: LayerReceipt) -> list[str]:
-    cells = [f"{c.y:.3f}" for c in layer.candidates]
+    cells = [f"{c.error:.3f}" for c in layer.candidates]
     if layer.float_ms is not None:
         for n, candidate in enumerate(layer.candidates):
             cells[n] += f", {layer.float_ms / (candidate.ms or math.nan):.2f}x"

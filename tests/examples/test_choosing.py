@@ -14,7 +14,7 @@ from examples.llama.config import Config, read_recipe
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
 from fbq_jax import FallbackDot, recipes
-from fbq_jax.choice.report import ChoiceReport
+from fbq_jax.choice import ChoiceReport
 from tests.examples.small import small_config
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -59,6 +59,7 @@ def test_rules_give_each_layer_its_recipe():
         ({"recipe": "a=blok"}, "a rule of recipe takes PATTERN=RECIPE.*'a=blok'"),
         ({"recipe": "=block"}, "a rule of recipe takes.*'=block'"),
         ({"recipe": "[=block"}, r"recipe: the rule '\[' is not a regular expression"),
+        ({"recipe": "mlp=block"}, "a rule of recipe matches one of layers.*'mlp'"),
         ({"recipe": "auto", "experts": 2}, "auto measures no experts"),
         ({"recipe": ".*=rowwise", "reduce": "int32"}, "INT8 recipes only, got"),
         ({"recipe": "auto", "invariant": True}, "takes a batch-invariant recipe"),
@@ -125,6 +126,20 @@ def test_a_resumed_run_looks_again(folder, tmp_path, capsys):
     assert output.count("has left its budget: 'block'") == len(PATHS)
     before, after = (metrics.read(x / "metrics.jsonl") for x in (folder, run))
     assert [record["loss"] for record in after] == [record["loss"] for record in before]
+
+
+def test_a_run_on_several_devices_goes_on_without_a_look(folder, monkeypatch, capsys):
+    monkeypatch.setattr(mesh, "size", lambda: 2)
+    assert choosing.resume(folder, Llama(small_config()), {}, TOKENS) is None
+    assert "no look is taken" in capsys.readouterr().out
+
+
+def test_a_run_of_another_recipe_is_not_auto(folder, tmp_path, capsys):
+    run = tmp_path / "auto"
+    shutil.copytree(folder, run)
+    (run / "recipes.json").unlink()
+    assert train.main(["--recipe=auto", "--resume", f"--out={run}"]) == 1
+    assert "has recipe = block" in capsys.readouterr().err
 
 
 def test_a_damaged_receipt_is_named(folder, tmp_path):

@@ -12,10 +12,8 @@ from flax import nnx
 
 import fbq_jax
 from fbq_jax import recipes
-from fbq_jax.choice import choosing
-from fbq_jax.choice.choosing import choose_from
-from fbq_jax.choice.products import Product, Recorder
-from fbq_jax.choice.report import ChoiceReport
+from fbq_jax.choice import ChoiceReport, Product, choose_from, choosing
+from fbq_jax.choice.products import Recorder
 
 DEPTH, WIDTH, TOKENS = 12, 128, 256
 PLANTED = 3, 8  # layers
@@ -93,7 +91,7 @@ def test_the_report_says_what_was_measured(chosen):
     row = next(line for line in lines if line.startswith("block_3/dense"))
     assert "row_block_lhs" in row
     assert "above the budget: block" in row
-    assert "errors of Y, at most 0.03" in lines[-1]
+    assert "at most 0.03; on" in lines[-1]
 
 
 def test_a_report_is_stored(chosen, tmp_path):
@@ -162,10 +160,10 @@ def test_slow_layers_stay_in_float(planted, monkeypatch):
     """Where the device is measured, the fastest candidate inside the budget wins."""
     model, variables, x = planted
 
-    def times(sizes, names):
-        assert sizes == (TOKENS, WIDTH, WIDTH)
+    def times(sizes, dtype, names):
+        assert (sizes, dtype) == ((TOKENS, WIDTH, WIDTH), "float32")
         assert names == ("block", "row_block_lhs")
-        return {"bf16": 1.0, "block": 1.5, "row_block_lhs": 0.5}
+        return {"float": 1.0, "block": 1.5, "row_block_lhs": 0.5}
 
     monkeypatch.setattr(choosing, "layer_ms", times)
     names = ["block", "row_block_lhs"]
@@ -216,6 +214,26 @@ def test_recorded_products():
     # Codes of 127 steps to a block's maximum, about 4 sigma: each operand has an error
     # of 4 / 127 / sqrt(12).
     assert layer.candidates[0].y == pytest.approx(2**0.5 * 4 / 127 / 12**0.5, rel=0.1)
+
+
+def test_a_layer_with_nan_has_no_candidate(planted, chosen):
+    _, variables, x = planted
+    diverged = x.at[0, 0].set(jnp.nan)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        now = chosen[1].check(variables, diverged)
+    assert len(found) == DEPTH
+    assert "has an error of nan" in str(found[0].message)
+    assert now.layers[0].chosen is None
+
+
+@pytest.mark.filterwarnings("ignore:.*run as jax.numpy code")
+def test_times_of_layers(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(choosing, "_SECONDS", 0.0)
+    monkeypatch.setattr(choosing, "milliseconds", lambda step: len(step()))
+    found = choosing.layer_ms((32, 16, 48), "float32", ("block", "fallback"))
+    assert found == dict.fromkeys(("float", "block", "fallback"), 3 / choosing._CALLS)
 
 
 @pytest.mark.parametrize(
