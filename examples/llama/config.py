@@ -22,9 +22,11 @@ RECIPES: dict[str, DotGeneral | None] = {
 }
 
 # What rules match, in a model with experts or without.
-LAYERS = ("layers/attention/qkv/dense", "layers/attention/out")
-LAYERS += tuple(f"layers/mlp/{x}" for x in ("gate_up", "down"))
-LAYERS += tuple(f"layers/mlp/experts/{x}" for x in ("gate_up", "down"))
+LAYERS = (
+    *("layers/attention/qkv/dense", "layers/attention/out"),
+    *("layers/mlp/gate_up", "layers/mlp/down"),
+    *("layers/mlp/experts/gate_up", "layers/mlp/experts/down"),
+)
 # The recipe for which `choosing` finds rules.
 AUTO = "auto"
 

@@ -159,8 +159,8 @@ def layer_ms(sizes: Sizes, dtype: str, names: Sequence[str]) -> Mapping[str, flo
     for name in ("float", *names):
         recipe, theta = NAMED.get(name), None
         if recipe is not None and recipe.criterion is not None:
-            options = {"recipe": recipe, "key": keys[0]}
-            theta = dot_general(x, w, DIMENSIONS, **options)[1].theta
+            _, stats = dot_general(x, w, DIMENSIONS, recipe=recipe, key=keys[0])
+            theta = stats.theta
 
         @jax.jit
         def run(*state: jax.Array, recipe: Any = recipe, theta: Any = theta) -> Any:
