@@ -6,6 +6,7 @@ A table's place on a page is `<!-- name -->` to `<!-- end -->`.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import textwrap
@@ -68,6 +69,13 @@ SPEEDS = (
     ("four microbatches, 22 layers of 2048", "accumulation", (2048, 5632, 22, 4, 4)),
 )
 PROGRAMS = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
+# The recipes that `choose_recipes` compares: where to take them, and what a training
+# step carries for each layer.
+CANDIDATES = {
+    "block": ("from Ampere on; experts, too", "none"),
+    "row_block_lhs": ("Hopper", "none"),
+    "fallback": ("from Ampere on; experts, too", "a threshold for each layer"),
+}
 # Rows of layers that are not in a loop have these titles, and end with this.
 UNROLLED = ", unrolled"
 # The titles of rows of both kinds.
@@ -181,37 +189,45 @@ def losses() -> str:
     return table((*head, "peak GB"), [list(cells(what)) for what in PRETRAINING])
 
 
+def candidates() -> str:
+    """What the recipes that `choose_recipes` compares give and need, on an H200."""
+    names, slowest, found = [*CANDIDATES], _slowest_layers(), _errors()
+    layers, trained = [slowest[name] for name in names], map(_training, names)
+    devices, state = zip(*CANDIDATES.values(), strict=True)
+    speeds, losses = zip(*trained, strict=True)
+
+    def of_outliers(error: str) -> list[str]:
+        xs = "Gaussian", "up to 606"
+        values = [[f"{found[name][x][error]:.3f}" for x in xs] for name in names]
+        return list(map(", ".join, values))
+
+    rows = {
+        "NVIDIA GPUs": devices,
+        "layer: speedup": map(ratio, layers),
+        "training: speedup": speeds,
+        "training: loss vs bf16": losses,
+        "error of Y: X without outliers, up to 606": of_outliers("y_token"),
+        "error of dW: the same": of_outliers("dw_in"),
+        "saved of X, kB/token": [f"{(x.saved_bytes or 0) / 1e3:.1f}" for x in layers],
+        "state that a training step carries": state,
+    }
+    head = ("", *(f"`{name}`" for name in names))
+    return table(head, [[title, *cells] for title, cells in rows.items()])
+
+
 def measured() -> str:
     """What is measured of every recipe on an H200, in one row each."""
-    single = result_files.runs(EXPERIMENTS / "full", "parity")
-    single["chance-0"] = single["bf16-1"]  # compared with bf16-0
-    # Where a recipe has several seeds, their mean counts.
-    trained = result_files.runs(EXPERIMENTS / "seeds", "parity"), single
     tuned = result_files.losses_by_model(
         result_files.runs(EXPERIMENTS / "full", "outliers")
     )
     layers = _slowest_layers()
-
-    def training(name: str) -> tuple[str, str]:
-        """The speedup and the loss over bf16 of the same seeds, means of all seeds."""
-        found = next((runs for runs in trained if f"{name}-0" in runs), None)
-        if found is None:
-            return "", ""
-        loss, speed = (
-            run_tables.relative(run_tables.by_seed(found, value), name, "bf16").mean()
-            for value in (result_files.last_val_loss, lambda run: run["tokens_per_s"])
-        )
-        if name in PRETRAINING:
-            of_row = PRETRAINING[name]["tokens_per_s"]
-            speed = of_row / PRETRAINING["bf16"]["tokens_per_s"] - 1
-        return f"{1 + speed:.2f}", f"{loss:+.2%}"
 
     def cells(name: str) -> Iterator[str]:
         yield f"`{name}`"
         slowest = layers.get(name)
         yield ratio(slowest)
         yield "" if slowest is None else f"{(slowest.saved_bytes or 0) / 1e3:.1f}"
-        yield from training(name)
+        yield from _training(name)
         for model in ("58", "606", "6559"):
             found = result_files.differences_from_bf16(tuned[model], name)
             yield f"{found.mean():+.4f}" if len(found) else ""
@@ -223,8 +239,31 @@ def measured() -> str:
     )
     named = [name for name in recipes.NAMED if name not in REMOVED]
     names = (*named, "fp8_delayed", "fp8_current")
-    chance = ["bf16, another seed", "", "", *training("chance")]
+    chance = ["bf16, another seed", "", "", *_training("chance")]
     return table(head, [chance, *(list(cells(name)) for name in names)])
+
+
+@functools.cache
+def _trained() -> tuple[dict[str, Any], ...]:
+    """The runs of pretraining; where a recipe has several seeds, their mean counts."""
+    single = result_files.runs(EXPERIMENTS / "full", "parity")
+    single["chance-0"] = single["bf16-1"]  # compared with bf16-0
+    return result_files.runs(EXPERIMENTS / "seeds", "parity"), single
+
+
+def _training(name: str) -> tuple[str, str]:
+    """The speedup and the loss over bf16 of the same seeds, means of all seeds."""
+    found = next((runs for runs in _trained() if f"{name}-0" in runs), None)
+    if found is None:
+        return "", ""
+    loss, speed = (
+        run_tables.relative(run_tables.by_seed(found, value), name, "bf16").mean()
+        for value in (result_files.last_val_loss, lambda run: run["tokens_per_s"])
+    )
+    if name in PRETRAINING:
+        of_row = PRETRAINING[name]["tokens_per_s"]
+        speed = of_row / PRETRAINING["bf16"]["tokens_per_s"] - 1
+    return f"{1 + speed:.2f}", f"{loss:+.2%}"
 
 
 def recipe_errors() -> str:
@@ -412,6 +451,7 @@ PAGES = (
     "docs/guides/experts.md",
     "docs/guides/grpo.md",
     "docs/guides/serving.md",
+    "docs/guides/small-layers.md",
     "docs/guides/whole-models.md",
     "docs/integrations/maxtext.md",
     "docs/performance/errors.md",
@@ -422,7 +462,7 @@ PAGES = (
 # ``python -m fbq_jax.bench table`` prints the others, too.
 SECTIONS_SHOWN = ("moe", "serve")
 SUMMARIES = (
-    *(speed, speeds, losses, measured, memory, batches, loops),
+    *(speed, speeds, losses, candidates, measured, memory, batches, loops),
     *(efficiencies, libraries, maxtext),
     *(recipe_errors, models, grpo),
 )

@@ -42,6 +42,7 @@ from fbq_jax.linen import MoEMLP as MoEMLP
 from fbq_jax.linen import NormDense as NormDense
 from fbq_jax.linen import RMSNorm as RMSNorm
 from fbq_jax.linen import RulesDot as RulesDot
+from fbq_jax.linen import choose_recipes as choose_recipes
 from fbq_jax.linen import fallback_conv as fallback_conv
 from fbq_jax.linen import fallback_dot as fallback_dot
 from fbq_jax.linen import fallback_einsum as fallback_einsum

@@ -21,7 +21,7 @@ LEVELS = [
     {"sharding"},
     {"ops"},
     {"core"},
-    {"experts", "fp8", "int8_flow"},
+    {"choice", "experts", "fp8", "int8_flow"},
     {"flax_internals", "model_kind", "optim"},
     {"linen", "nnx"},
     {"contrib", "export", "testing"},

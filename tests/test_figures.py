@@ -11,6 +11,7 @@ from experiments import markdown
 from experiments import page as evidence
 from fbq_jax.bench import map as bench_map
 from fbq_jax.bench import results
+from fbq_jax.choice import choosing
 from fbq_jax.kernels import speed_map
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +21,10 @@ ROOT = Path(__file__).parent.parent
 def test_tables_are_those_of_the_committed_results(page):
     """``python -m docs.figures`` fills the pages."""
     assert figures.filled(page) == (ROOT / page).read_text()
+
+
+def test_the_candidates_are_those_that_choose_recipes_compares():
+    assert tuple(figures.CANDIDATES) == choosing.CANDIDATES
 
 
 def test_every_table_has_a_place():

@@ -16,7 +16,7 @@ from examples.llama.model_config import LlamaConfig
 from examples.llama.run_folder import checkpoints, has_run, read_config
 from examples.llama.step import PyTree, TrainState, init_state, make_optimizer
 from examples.llama.text import Codec, TokenizerOf, codec_of_run
-from fbq_jax import FallbackDot, freeze
+from fbq_jax import FallbackDot, RulesDot, freeze
 
 
 def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
@@ -107,7 +107,7 @@ def load(folder: Path, weights: str | None = None) -> Trained:
     codec, model = codec_of_run(config), build_model(config)
     sizes = dataclasses.replace(model.config, remat="none", unroll=False)
     model = Llama(sizes, model.dot_general)
-    quantized = isinstance(model.dot_general, FallbackDot)
+    quantized = isinstance(model.dot_general, FallbackDot | RulesDot)
     if weights == "codes" and not quantized:
         raise UserError(f"{folder} has {config.recipe}: codes take an INT8 recipe")
     state = last_state(config, folder)

@@ -4,14 +4,14 @@
 
 import dataclasses
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from examples.llama import fields, invariant
 from examples.llama.errors import UserError
 from examples.llama.fields import FromZero, Natural, Positive, Seed, Size, option
 from examples.llama.model_config import LlamaConfig, Remat, SavedBits
 from examples.llama.projections import DotGeneral
-from fbq_jax import FallbackDot, Fp8Dot, RecipeError, recipes
+from fbq_jax import FallbackDot, Fp8Dot, RecipeError, RulesDot, recipes
 
 # The dot_general of each recipe; None is jax.lax.dot_general in bfloat16.
 RECIPES: dict[str, DotGeneral | None] = {
@@ -20,6 +20,15 @@ RECIPES: dict[str, DotGeneral | None] = {
     "fp8_delayed": Fp8Dot(scaling="delayed"),
     "fp8_current": Fp8Dot(scaling="current"),
 }
+
+# What rules match, in a model with experts or without.
+LAYERS = (
+    *("layers/attention/qkv/dense", "layers/attention/out"),
+    *("layers/mlp/gate_up", "layers/mlp/down"),
+    *("layers/mlp/experts/gate_up", "layers/mlp/experts/down"),
+)
+# The recipe for which `choosing` finds rules.
+AUTO = "auto"
 
 # Python reads bytes that are no UTF-8 as U+DC80 to U+DCFF.
 _FILE_NAME = "[^\0\ud800-\udc7f\udd00-\udfff]+"
@@ -31,8 +40,11 @@ SAVED_BITS = 10
 class Config:
     """All options that determine a run's numbers. Each field is a flag of train.py."""
 
-    recipe: Annotated[str, Literal[*RECIPES]] = option(
-        "fallback", f"recipe of the projections: {', '.join(RECIPES)}"
+    recipe: str = option(
+        "fallback",
+        f"recipe of the projections: {', '.join(RECIPES)}; or rules for paths of "
+        f"layers, such as layers/mlp/down=row_block_lhs,.*=block; or {AUTO}, which "
+        "finds rules by the errors of each layer at the start of a run",
     )
     data: str | None = option(
         None,
@@ -95,6 +107,11 @@ class Config:
     clip: FromZero = option(1.0, "maximum gradient norm; 0 disables clipping")
     log_every: Size = option(1, "steps between reads of the metrics, which wait")
     eval_every: Size = option(50, "steps between validations")
+    check_every: Natural = option(
+        1000,
+        f"steps between looks at the layers of --recipe {AUTO}, which warn of layers "
+        "whose errors have grown; 0 looks only at the start",
+    )
     save_every: Natural = option(
         50, "steps between checkpoints; 0 writes no checkpoint, picture or model"
     )
@@ -141,12 +158,15 @@ class Config:
         Raises UserError if the recipe does not support `reduce`, `optimizer_codes` or
         `experts`.
         """
-        dot_general = RECIPES[self.recipe]
+        dot_general = read_recipe(self.recipe)
         if self.invariant:
             dot_general = invariant.checked(dot_general)
-        if self.optimizer_codes and not isinstance(dot_general, FallbackDot):
+        is_quantized = isinstance(dot_general, FallbackDot | RulesDot)
+        if self.optimizer_codes and not is_quantized and self.recipe != AUTO:
             got = f"got {self.recipe}"
             raise UserError(f"optimizer_codes applies to INT8 recipes only, {got}")
+        if experts and self.recipe == AUTO:
+            raise UserError("auto measures no experts: set --recipe to rules")
         if experts and isinstance(dot_general, Fp8Dot):
             fp8 = "fp8_delayed and fp8_current"
             raise UserError(f"experts take any recipe but {fp8}, got {self.recipe}")
@@ -166,3 +186,33 @@ class Config:
             return FallbackDot(dataclasses.replace(recipe, **changed))
         except RecipeError as error:
             raise UserError(f"reduce with {self.recipe}: {error}") from error
+
+
+def read_recipe(text: str) -> DotGeneral | None:
+    """Returns the ``dot_general`` of a recipe's name, or of rules ``PATTERN=NAME,...``.
+
+    Until rules are found, ``"auto"`` computes in floats, as None and bf16 do.
+    """
+    named = {**recipes.NAMED, "bf16": None}
+    if "=" not in text:
+        if text not in (*RECIPES, AUTO):
+            takes = f"one of {', '.join(RECIPES)}, {AUTO}, or rules PATTERN=RECIPE,..."
+            raise UserError(f"recipe takes {takes}, got {text!r}")
+        return RECIPES.get(text)
+    rules = {}
+    for rule in text.split(","):
+        pattern, _, name = rule.rpartition("=")
+        if not pattern or name not in named:
+            takes = f"PATTERN=RECIPE, with one of {', '.join(named)}"
+            raise UserError(f"a rule of recipe takes {takes}, got {rule!r}")
+        rules[pattern] = named[name]
+    try:
+        dot_general = RulesDot(rules)
+    except ValueError as error:
+        raise UserError(f"recipe: {error}") from error
+    for pattern in rules:
+        if not any(re.fullmatch(pattern, layer) for layer in LAYERS):
+            raise UserError(
+                f"a rule of recipe matches one of {', '.join(LAYERS)}, got {pattern!r}"
+            )
+    return dot_general

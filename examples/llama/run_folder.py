@@ -22,7 +22,7 @@ FACTS = {"corpus", "columns"}
 COLUMNS = "in turns"
 
 # Options that a resumed run may change; the path may be another one of the same data.
-CHANGEABLE = {"data", "log_every", "eval_every", "save_every"}
+CHANGEABLE = {"data", "log_every", "eval_every", "check_every", "save_every"}
 
 
 def checkpoints(out: Path) -> Path:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax
 
 from examples.llama import fields, hf, mesh, metrics, plot, run_folder
-from examples.llama.config import Config
+from examples.llama.choosing import RECIPES_FILE
+from examples.llama.config import AUTO, Config
 from examples.llama.errors import UserError, replace_unprintable
 from examples.llama.progress import StopRequests, stop_requests
 from examples.llama.run_folder import has_run
@@ -84,6 +85,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     if "from_hf" in given:
         defaults["lr"] = 2e-5
     name = "compare" if compared else given.get("recipe", Config.recipe)
+    name = "rules" if "=" in name else name
     out = asked.out or Path("runs") / name
     runs = {out / name: {"recipe": name} for name in compared} or {out: {}}
     return Command(
@@ -135,6 +137,9 @@ def plan(command: Command) -> dict[Path, tuple[Config, bool]]:
     for out, fixed in command.runs.items():
         resume = command.resume and (out in existing or not existing)
         like = (out if resume else existing[0]) if command.resume else None
+        asked = fixed.get("recipe"), command.given.get("recipe")
+        if resume and AUTO in asked and (out / RECIPES_FILE).exists():
+            fixed = {"recipe": run_folder.read_options(out)["recipe"]}  # its rules
         config = configure(command, like, **fixed)
         runs[out] = config, resume
         first, (reference, _) = next(iter(runs.items()))

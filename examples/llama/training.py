@@ -11,14 +11,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.llama import checkpoint, flops, hf, mesh, metrics, plot, run_folder
-from examples.llama.build import build
-from examples.llama.config import Config
+from examples.llama import (
+    checkpoint,
+    choosing,
+    flops,
+    hf,
+    mesh,
+    metrics,
+    plot,
+    run_folder,
+)
+from examples.llama.build import build, with_recipe
+from examples.llama.config import AUTO, Config
 from examples.llama.data import Corpus, batches
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
 from examples.llama.progress import StopRequests, progress_bar, show, stop_requests
-from examples.llama.projections import fuses, why_not_fused
+from examples.llama.projections import DotGeneral, fuses, why_not_fused
 from examples.llama.run_folder import checkpoints
 from examples.llama.step import (
     EVAL_BATCHES,
@@ -30,7 +39,8 @@ from examples.llama.step import (
     make_train_step,
 )
 from examples.llama.text import tokenizer_source
-from fbq_jax import FallbackDot, assert_live, freeze, optim
+from fbq_jax import FallbackDot, RulesDot, assert_live, freeze, optim
+from fbq_jax.choice import ChoiceReport
 
 
 class DivergedError(UserError):
@@ -46,6 +56,13 @@ class _Run(NamedTuple):
     corpus: Corpus
     batches: Any
     val_batches: Any
+    report: ChoiceReport | None  # of the rules that were found
+
+    def batch(self, step: int) -> Any:
+        """The tokens of a step [N, B/N, S+1], for N microbatches."""
+        config = self.config
+        tokens = self.batches[step - 1].reshape(config.accumulate, -1, config.seq + 1)
+        return mesh.distribute(tokens, None, "batch", None)
 
 
 def _prepare(config: Config, out: Path, stop: StopRequests) -> tuple[_Run, TrainState]:
@@ -53,17 +70,35 @@ def _prepare(config: Config, out: Path, stop: StopRequests) -> tuple[_Run, Train
     stop.waits_for = "reading the data"
     mesh.check_batch(config.batch // config.accumulate)
     model, weights, corpus = build(config)
-    if config.optimizer_codes is None:
-        # Measured: faster where all layers read codes.
-        all_read = fuses(model.config, model.dot_general)
-        config = dataclasses.replace(config, optimizer_codes=all_read)
     sizes = {"seq": config.seq, "batch": config.batch}
     train_batches = batches(corpus, "train", seed=config.seed, **sizes)
     val_batches = batches(corpus, "val", seed=0, **sizes)
+    run = _Run(config, out, model, corpus, train_batches, val_batches, None)
     stop.check()
+    if config.recipe == AUTO:
+        stop.waits_for = "the choice of recipes"
+        optimizer, _ = make_optimizer(dataclasses.replace(config, optimizer_codes=None))
+        state = init_state(model, optimizer, weights, config.seed)
+        report = choosing.choose(model, state.params, run.batch(1)[0])
+        config = choosing.with_rules(config, report)
+        model = with_recipe(config, model.config)
+        run = run._replace(config=config, model=model, report=report)
+        stop.check()
+    if config.optimizer_codes is None:
+        # Measured: faster where all layers read codes.
+        all_read = all(fuses(model.config, op) for op in _ops(model.dot_general))
+        run = run._replace(config=dataclasses.replace(config, optimizer_codes=all_read))
     stop.waits_for = "making the initial weights"
-    state = init_state(model, make_optimizer(config)[0], weights, config.seed)
-    return _Run(config, out, model, corpus, train_batches, val_batches), state
+    state = init_state(model, make_optimizer(run.config)[0], weights, config.seed)
+    return run, state
+
+
+def _ops(dot_general: DotGeneral | None) -> list[DotGeneral | None]:
+    """What a ``dot_general`` gives to layers: itself, or the ops of its rules."""
+    if not isinstance(dot_general, RulesDot):
+        return [dot_general]
+    recipes = dict(dot_general.rules).values()
+    return [None if recipe is None else FallbackDot(recipe) for recipe in recipes]
 
 
 def train(
@@ -92,6 +127,7 @@ def train(
         run_folder.check_folder(out, config, resume)
         mesh.wait("checked")
         run, state = _prepare(config, out, stop)
+        config = dataclasses.replace(config, recipe=run.config.recipe)
         exports = [export] if export else []
         if config.from_hf is not None and config.save_every and export != "hf":
             exports.insert(0, "hf")
@@ -113,7 +149,16 @@ def train(
             if first:
                 if resume:
                     run_folder.write_options(out, config, run.corpus)
+                if run.report is not None:
+                    print(run.report)
+                if run.report is not None and config.save_every:
+                    choosing.write(run.report, out)
                 _describe(run, optax.tree.size(state.params))
+            if resume and config.check_every:
+                tokens = run.batch(int(state.step) + 1)[0]
+                run = run._replace(
+                    report=choosing.resume(out, run.model, state.params, tokens)
+                )
             state = _take_steps(run, state, stop)
             for folder in folders:
                 stop.waits_for = f"writing {folder}"
@@ -211,10 +256,6 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
     optimizer, schedule = make_optimizer(config)
     state = add_codes(model, optimizer, state)
 
-    def batch(step: int) -> Any:
-        tokens = run.batches[step - 1].reshape(config.accumulate, -1, config.seq + 1)
-        return mesh.distribute(tokens, None, "batch", None)
-
     and_save = " and a checkpoint" if config.save_every else ""
     with progress_bar(first - 1, config.steps, shown=is_first) as bar:
         if first == 1:
@@ -228,7 +269,7 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
         stop.waits_for = "compiling"
         started = time.perf_counter()
         jitted = make_train_step(model, optimizer, schedule)
-        train_step = jitted.lower(state, batch(first)).compile()
+        train_step = jitted.lower(state, run.batch(first)).compile()
         if is_first:
             bar.write(f"compiled in {time.perf_counter() - started:.1f} s")
         stop.check()
@@ -236,15 +277,16 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
         started = time.perf_counter()
         for step in range(first, config.steps + 1):
             stop.waits_for = f"step {step}{and_save}"
-            state, measured = train_step(state, batch(step))
+            state, measured = train_step(state, run.batch(step))
             pending.append({"step": step, **measured})
             last = step == config.steps
             evaluates = last or step % config.eval_every == 0
             saves = config.save_every and (last or step % config.save_every == 0)
+            checks = config.check_every and step % config.check_every == 0
             reads = step == first or step % config.log_every == 0
             # Several processes must agree when to stop, so they wait for a read.
             reads |= stop.is_set() and jax.process_count() == 1
-            if not (reads or evaluates or saves):
+            if not (reads or evaluates or saves or checks):
                 continue  # without waiting for the device
             records, pending = jax.device_get(pending), []
             seconds = (time.perf_counter() - started) / len(records)
@@ -257,10 +299,16 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
                     metrics.append(record, log)
                 show(bar, record | {"seconds": seconds})
                 check_finite(record, out)
-            if step == first and recipe is not None:
+            if step == first and stats_before:
                 assert_live(stats_before, state.stats())
                 if state.codes:
                     optim.assert_live(state.params, state.codes)
+            if run.report is not None and checks:
+                stop.waits_for = "a look at the layers"
+                for text in choosing.check(
+                    run.report, state.params, run.batch(step)[0]
+                ):
+                    bar.write(f"warning: {text}")
             if saves or (mesh.any_of(stop.is_set()) and config.save_every):
                 stop.waits_for = f"the checkpoint of step {step}"
                 saved = dataclasses.replace(state, codes={})

@@ -58,6 +58,17 @@ class Visitor:
         """Sees a product; returns it, or one with another right operand."""
         return product
 
+    def multiply(self, layer: Any, lhs: jax.Array, arguments: Any) -> jax.Array | None:
+        """What a layer computes in place of its product; None for the product.
+
+        Args:
+          layer: the ``LayerDot``.
+          lhs: the activation.
+          arguments: the ``DotArguments`` of the product.
+        """
+        del layer, lhs, arguments
+        return None
+
     def codes(self, product: Any) -> FoundCodes | None:
         """Codes for a product; None for those that its state has, if any."""
         del product

@@ -1,5 +1,6 @@
 """Quantized layers for Flax Linen: ``nn.Dense(..., dot_general=fallback_dot)``."""
 
+from fbq_jax.linen.choosing import choose_recipes as choose_recipes
 from fbq_jax.linen.conv import FallbackConv as FallbackConv
 from fbq_jax.linen.conv import fallback_conv as fallback_conv
 from fbq_jax.linen.dot import FallbackDot as FallbackDot

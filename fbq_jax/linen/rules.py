@@ -183,6 +183,10 @@ class RulesDot(DotGeneral):
                 recorder.floats.append(FloatProduct(path, operand))
         return self._dot(recipe, kind)
 
+    def at(self, path: str) -> FallbackDot | None:
+        """The ``FallbackDot`` of the layer at a path; None if it stays unquantized."""
+        return self._dot(path_rules.first_match(self._pairs, path).recipe, FallbackDot)
+
     def of_activations(self, shape: tuple[int, ...]) -> FallbackDot | None:
         """The ``FallbackDot`` of the calling layer's next product of two activations.
 

@@ -4,6 +4,7 @@
 thresholds and fallback rates; ``name_layers`` makes warnings name the layers.
 """
 
+from fbq_jax.nnx.choosing import choose_recipes as choose_recipes
 from fbq_jax.nnx.dot import FallbackConv as FallbackConv
 from fbq_jax.nnx.dot import FallbackDot as FallbackDot
 from fbq_jax.nnx.dot import FallbackEinsum as FallbackEinsum

@@ -221,3 +221,19 @@ def test_lora_by_tunixs_trainer(name: str, tmp_path: Path) -> None:
         assert len(after) == 15
         for layer, stats in after.items():
             assert int(stats.count) == int(before[layer].count) + steps, layer
+
+
+@pytest.mark.parametrize("name", ["Llama", "ViT", "Qwen 3, `nnx.remat`"])
+def test_a_recipe_is_chosen_for_each_layer(name: str) -> None:
+    found = installed(name)
+    model, call = found.build(), {"loss": found.loss, **found.kwargs}
+    if isinstance(model, nnx.Module):
+        rules, report = fbq_jax.nnx.choose_recipes(model, *found.args, **call)
+        used = fbq_jax.nnx.quantize(model, rules, *found.args, **found.kwargs)
+    else:
+        key = jax.random.key(0)
+        variables = model.init(key, *found.args, **found.kwargs)
+        rules, report = fbq_jax.choose_recipes(model, variables, *found.args, **call)
+        _, used = fbq_jax.quantize(model, rules, key, *found.args, **found.kwargs)
+    assert len(report.layers) == len(rules) == len(used.products)
+    assert not used.unused_rules

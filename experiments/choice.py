@@ -1,0 +1,239 @@
+"""Recipes that the library chooses: what they cost, and what was predicted.
+
+    python -m experiments.choice planted --out FILE
+    python -m experiments.choice speed --out FILE
+    python -m experiments.choice checkpoint FOLDER TEXT --out FILE
+
+The first trains a Llama, plants outliers in two of its twelve layers, and goes on with
+each recipe and with those that are chosen. The second compares the predicted gradients
+of five Llamas with the measured ones. The third compares the losses of a model in
+Hugging Face's format, without training, with the errors of its layers.
+"""
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fbq_jax
+from examples.llama import choosing, hf
+from examples.llama.data import batches, load_corpus
+from examples.llama.model import Layer, Llama
+from examples.llama.model_config import LlamaConfig
+from examples.llama.projections import Part
+from examples.llama.step import cross_entropy
+from experiments import result_files
+from experiments.bench import harness
+from fbq_jax import FallbackDot, RulesDot, recipes
+from fbq_jax.bench import results
+from fbq_jax.choice import ChoiceReport
+from fbq_jax.choice.choosing import CANDIDATES
+
+PLANTED = 3, 8  # layers
+_FACTOR = 2.0**6  # of the channels that get outliers
+_CHANNELS = 2
+_SEEDS = 2
+# (hidden, MLP, layers, sequences of 2048 tokens), as `harness.config` takes them.
+MODELS = (
+    *((4096, 14336, 4, 8), (2048, 5632, 22, 4), (2048, 5632, 4, 4)),
+    *((1024, 2816, 12, 8), (512, 1536, 8, 1)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How a model is trained before and after outliers are planted."""
+
+    hidden: int = 1024
+    intermediate: int = 2816
+    seq: int = 1024
+    batch: int = 16
+    steps: int = 400
+    more_steps: int = 100
+    rate: float = 6e-4
+
+
+class SeparateLayers(Part):
+    """The loss of a Llama whose layers are no stack, so that each has its own rule."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Returns the loss on tokens [B, S+1]."""
+        config = self.config
+        embed = nn.Embed(config.vocab_size, config.hidden_size, name="embed")
+        x = embed(tokens[:, :-1]).astype(config.dtype)
+        tables = config.rotary_tables(tokens.shape[1] - 1)
+        for i in range(config.num_layers):
+            x, _ = Layer(config, self.dot_general, name=f"layer_{i}")(x, tables)
+        logits = self.dense(config.vocab_size, "lm_head", dot_general=None)(
+            self.norm("norm")(x)
+        )
+        return cross_entropy(logits.astype(jnp.float32), tokens[:, 1:])
+
+
+def train(
+    model: SeparateLayers, params: Any, data: Any, optimizer: Any
+) -> tuple[Any, Any, float]:
+    """Takes a step for each batch; returns parameters, state and tokens per second."""
+    state = model.init(jax.random.key(0), data[0]).get("fallback", {})
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(params: Any, state: Any, moments: Any, tokens: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            variables = {"params": params, "fallback": state}
+            y, moved = model.apply(variables, tokens, mutable=["fallback"])
+            return y, moved.get("fallback", {})
+
+        grads, state_ = jax.grad(loss, has_aux=True)(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), state_, moments
+
+    params = jax.tree.map(jnp.copy, params)
+    moments = optimizer.init(params)
+    start, tokens = time.perf_counter(), 0
+    for n, batch in enumerate(data):
+        if n == len(data) // 2:  # compiled and warm
+            jax.block_until_ready(params)
+            start, tokens = time.perf_counter(), 0
+        params, state, moments = step(params, state, moments, batch)
+        tokens += batch.shape[0] * (batch.shape[1] - 1)
+    jax.block_until_ready(params)
+    return params, state, tokens / (time.perf_counter() - start)
+
+
+def plant(params: Any) -> Any:
+    """Multiplies channels of `up` by a factor and divides the rows of `down` by it.
+
+    In exact arithmetic, the model computes what it did.
+    """
+    params = jax.tree.map(jnp.copy, params)
+    for layer in PLANTED:
+        mlp = params[f"layer_{layer}"]["mlp"]
+        up, down = mlp["gate_up"]["kernel"], mlp["down"]["kernel"]
+        mlp["gate_up"]["kernel"] = up.at[:, 1, :_CHANNELS].multiply(_FACTOR)
+        mlp["down"]["kernel"] = down.at[:_CHANNELS].divide(_FACTOR)
+    return params
+
+
+def planted(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """The loss after further training from planted outliers, by recipe and seed."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_layers=12,
+        num_heads=sizes.hidden // 64,
+        num_kv_heads=sizes.hidden // 64,
+        max_seq_len=sizes.seq,
+    )
+    model, corpus = SeparateLayers(config), load_corpus(None)
+    shape = {"seq": sizes.seq, "batch": sizes.batch}
+
+    def data(part: Literal["train", "val"], count: int, seed: int) -> list[jax.Array]:
+        found = batches(corpus, part, seed=seed, **shape)
+        return [jnp.asarray(found[i]) for i in range(count)]
+
+    first = data("train", sizes.steps, 0)
+    params = jax.jit(model.init)(jax.random.key(0), first[0])["params"]
+    schedule = optax.warmup_cosine_decay_schedule(0, sizes.rate, 20, sizes.steps)
+    params, _, _ = train(model, params, first, optax.adamw(schedule))
+    params = plant(params)
+    variables: Any = {"params": params}
+    loss: Any = {"loss": lambda loss: loss, "layers": "layer_.*"}
+    rules, report = fbq_jax.choose_recipes(model, variables, first[-1], **loss)
+    yield as_row(report)
+    ops = {name: FallbackDot(recipes.NAMED[name]) for name in CANDIDATES}
+    held_out = data("val", 16, 0)
+    for seed in range(_SEEDS):
+        more = data("train", sizes.more_steps, 1 + seed)
+        for name, op in {"bf16": None, **ops, "chosen": RulesDot(rules)}.items():
+            bits = None if op is None else 10
+            run = SeparateLayers(dataclasses.replace(config, saved_bits=bits), op)
+            trained, state, speed = train(
+                run, params, more, optax.adamw(sizes.rate / 10)
+            )
+            evaluate = jax.jit(functools.partial(run.apply))
+            variables = {"params": trained, "fallback": state}
+            loss = np.mean([float(evaluate(variables, batch)) for batch in held_out])
+            yield {"recipe": name, "seed": seed, "loss": loss, "tokens_per_s": speed}
+
+
+def speed() -> Iterator[dict[str, Any]]:
+    """The predicted and the measured gradients of five Llamas."""
+    for hidden, intermediate, layers, sequences in MODELS:
+        seq = min(harness.SEQUENCE, hidden)
+        sizes = {"num_layers": layers, "vocab_size": harness.VOCABULARY}
+        config = harness.config(hidden, intermediate, seq, quantized=False, **sizes)
+        model, key = Llama(config), jax.random.key(0)
+        tokens = jax.random.randint(key, (sequences, seq + 1), 0, config.vocab_size)
+        params = jax.jit(model.init)(key, tokens[:, :-1])["params"]
+        yield as_row(choosing.choose(model, params, tokens))
+
+
+def checkpoint(folder: Path, text: Path) -> Iterator[dict[str, Any]]:
+    """What recipes add to the loss of a model that was trained in floats."""
+    config, params = hf.load(folder)
+    tokenizer = hf.load_tokenizer(folder)
+    assert tokenizer is not None
+    ids = np.asarray(tokenizer.encode(text.read_text(encoding="utf-8")).ids, np.int32)
+    tokens = jnp.asarray(ids[: 2 * 513].reshape(2, 513))
+    report = choosing.choose(Llama(config), params, tokens)
+    yield as_row(report)
+    ops = {name: FallbackDot(recipes.NAMED[name]) for name in (*CANDIDATES, "rowwise")}
+    chosen = RulesDot(report.rules)
+    for name, op in {"float": None, **ops, "chosen": chosen}.items():
+        model = Llama(config, op)
+        state = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1]).get(
+            "fallback", {}
+        )
+        evaluate = jax.jit(functools.partial(model.apply, mutable=["fallback"]))
+        for _ in range(4):  # thresholds settle
+            variables = {"params": params, "fallback": state}
+            logits, moved = evaluate(variables, tokens[:, :-1])
+            state = moved.get("fallback", {})
+        yield {"recipe": name, "loss": float(cross_entropy(logits, tokens[:, 1:]))}
+
+
+def as_row(report: ChoiceReport) -> dict[str, Any]:
+    """A report as JSON, with its prediction."""
+    print(report, flush=True)
+    stored = dataclasses.asdict(dataclasses.replace(report, look=None))
+    return {"report": stored, "predicted_ms": report.predicted_ms}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs an experiment and writes its rows, each as soon as it is there."""
+    parser = argparse.ArgumentParser(prog="experiments.choice")
+    commands = parser.add_subparsers(dest="command", required=True)
+    of = {
+        name: commands.add_parser(name) for name in ("planted", "speed", "checkpoint")
+    }
+    for field in dataclasses.fields(Sizes):
+        kind: Any = type(field.default)
+        of["planted"].add_argument(f"--{field.name}", type=kind, default=field.default)
+    for name in ("folder", "text"):
+        of["checkpoint"].add_argument(name, type=Path)
+    for command in of.values():
+        command.add_argument("--out", type=Path, required=True)
+    asked = vars(parser.parse_args(argv))
+    name, out = asked.pop("command"), asked.pop("out")
+    run: Any = {"planted": planted, "speed": speed, "checkpoint": checkpoint}[name]
+    facts = {"device": jax.devices()[0].device_kind, "versions": results.versions()}
+    rows = []
+    for row in run(Sizes(**asked)) if name == "planted" else run(**asked):
+        print({key: row[key] for key in row.keys() - {"report"}}, flush=True)
+        rows.append(row)
+        result_files.save(facts | {"rows": rows}, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""``choose_recipes``, for models of any kind."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fbq_jax.choice.products import (
+    DIMENSIONS,
+    Product,
+    Recorder,
+    errors,
+    gradients,
+    outliers,
+)
+from fbq_jax.choice.report import Candidate, ChoiceReport, LayerReceipt
+from fbq_jax.core.dot_general import dot_general
+from fbq_jax.kernels.speed_map import Sizes
+from fbq_jax.recipes import NAMED
+from fbq_jax.recipes.schema import Recipe
+
+#: From fast to slow, as measured on an H200.
+CANDIDATES = ("block", "row_block_lhs", "fallback")
+#: The largest error of a layer's output: twice that of Gaussian operands with scales
+#: per block.
+BUDGET = 0.03
+_ROWS = 512  # of an activation that are compared
+_CALLS = 8  # of a layer that is timed, one after the other
+_SETTLING_STEPS = 4  # of thresholds
+_SECONDS = 0.5  # that steps are timed
+Rules = Mapping[str, Recipe | None]
+
+
+def choose_for(
+    make_step: Callable[[Rules | None], Callable[..., Any]],
+    arguments: tuple[Any, ...],
+    candidates: Sequence[str],
+    budget: float,
+    layers: str,
+) -> ChoiceReport:
+    """Chooses recipes for the layers of a model, as ``fbq_jax.choose_recipes`` says.
+
+    Args:
+      make_step: takes rules, or None for the model in float, and makes a function of
+        the arguments that takes a gradient by the model with these rules.
+      arguments: as ``ChoiceReport.check`` takes them.
+      candidates: as in ``fbq_jax.choose_recipes``.
+      budget: as there.
+      layers: as there.
+    """
+    check(candidates, budget)
+    leaves = jax.tree.leaves(arguments)
+    if any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in leaves):
+        raise ValueError(
+            "choose_recipes takes arrays on one device: jax.device_get them, or choose "
+            "for a smaller model with the same layers"
+        )
+    recorder, step = Recorder(_ROWS), make_step({layers: NAMED["rowwise"]})
+
+    def look(*arguments: Any) -> ChoiceReport:
+        products = recorder.record(lambda: step(*arguments))
+        return choose_from(products, candidates=candidates, budget=budget)
+
+    report = dataclasses.replace(look(*arguments), look=look)
+    if all(layer.float_ms is None for layer in report.layers):
+        return report
+    steps = [make_step(rules) for rules in (None, report.rules)]
+    times = [milliseconds(functools.partial(step, *arguments)) for step in steps]
+    return dataclasses.replace(report, float_ms=times[0], chosen_ms=times[1])
+
+
+def choose_from(
+    products: Mapping[str, Sequence[Product]],
+    *,
+    candidates: Sequence[str] = CANDIDATES,
+    budget: float = BUDGET,
+) -> ChoiceReport:
+    """Chooses recipes by the recorded products of each layer, by its path.
+
+    The other arguments, and errors, are those of ``fbq_jax.choose_recipes``.
+    """
+    check(candidates, budget)
+    if not products:
+        raise ValueError(
+            "choose_recipes found no layer whose product has a gradient: layers match "
+            "the pattern and are those that quantize takes, and the loss depends on "
+            "their outputs"
+        )
+    layers, recipes = [], tuple(NAMED[name] for name in candidates)
+    for layer, found in products.items():
+        dtype = jnp.result_type(found[0].x, found[0].w).name
+        ms = layer_ms(found[0].sizes, dtype, tuple(candidates))
+        each = [errors(*product[:3], recipes) for product in found]
+        measured = []
+        for name, of_each in zip(candidates, zip(*each, strict=True), strict=True):
+            y, dx, dw = (float(x) for x in np.max(np.asarray(of_each), axis=0))
+            measured.append(Candidate(name, y, dx, dw, ms.get(name)))
+        largest, share = max(tuple(map(float, outliers(x.x))) for x in found)
+        what = layer, found[0].sizes, len(found), largest, share, tuple(measured)
+        chosen = _choose(measured, budget, ms.get("float"))
+        layers.append(LayerReceipt(*what, *chosen, ms.get("float")))
+    return ChoiceReport(tuple(layers), budget, jax.devices()[0].device_kind)
+
+
+def check(candidates: Sequence[str], budget: float) -> None:
+    """Raises a ValueError for candidates that are no recipes, or a bad budget."""
+    if isinstance(candidates, str) or not candidates:
+        raise ValueError(f"candidates takes names of recipes; got {candidates!r}")
+    if unknown := [name for name in candidates if name not in NAMED]:
+        names = ", ".join(NAMED)
+        raise ValueError(f"candidates takes some of {names}; got {unknown[0]!r}")
+    if not (isinstance(budget, float | int) and 0 < budget < math.inf):
+        raise ValueError(f"budget takes a number above 0; got {budget!r}")
+
+
+def _choose(
+    candidates: Sequence[Candidate], budget: float, float_ms: float | None
+) -> tuple[str | None, str]:
+    """The fastest candidate inside the budget, or None, and the reason.
+
+    Where times are not measured, candidates are as fast as their order says.
+    """
+    inside = [c for c in candidates if c.error <= budget]
+    if not inside:
+        least = min(candidates, key=lambda c: c.error)
+        return None, f"no candidate is inside: {least.recipe} has {least.error:.3f}"
+    best = min(inside, key=lambda c: c.ms or 0.0)
+    if best.ms is not None and float_ms is not None and best.ms >= float_ms:
+        return None, f"{best.ms:.3f} ms with {best.recipe}, {float_ms:.3f} ms in float"
+    reason = f"error {best.error:.3f}"
+    if worse := [f"{c.recipe} {c.error:.3f}" for c in candidates if c not in inside]:
+        reason += f"; above the budget: {', '.join(worse)}"
+    return best.recipe, reason
+
+
+@functools.cache
+def layer_ms(sizes: Sizes, dtype: str, names: Sequence[str]) -> Mapping[str, float]:
+    """Milliseconds of a layer's products, and of an update of W, by recipe.
+
+    The name of products in float is ``"float"``.  Without a GPU, where INT8 is not
+    faster, nothing is measured.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    M, K, N = sizes
+    shapes = (1, M, K), (1, K, N), (1, M, N)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w, dy = (
+        jax.random.normal(*pair, dtype) for pair in zip(keys, shapes, strict=True)
+    )
+    w /= K**0.5
+    found = {}
+    for name in ("float", *names):
+        recipe, theta = NAMED.get(name), None
+        if recipe is not None and recipe.criterion is not None:
+            _, stats = dot_general(x, w, DIMENSIONS, recipe=recipe, key=keys[0])
+            theta = stats.theta
+
+        @jax.jit
+        def run(*state: jax.Array, recipe: Any = recipe, theta: Any = theta) -> Any:
+            def step(state: Any, _: Any) -> tuple[Any, None]:
+                x, w, dy = state
+                y, dx, dw = gradients(recipe, x, w, dy, theta)
+                return (dx, w - 1e-6 * dw, y), None
+
+            return jax.lax.scan(step, state, length=_CALLS)[0]
+
+        found[name] = milliseconds(functools.partial(run, x, w, dy)) / _CALLS
+    return found
+
+
+def milliseconds(step: Callable[[], Any]) -> float:
+    """Milliseconds of a step, when thresholds have settled."""
+    for _ in range(_SETTLING_STEPS):
+        jax.block_until_ready(step())
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() < start + _SECONDS:
+        for _ in range(_CALLS):
+            out = step()
+        jax.block_until_ready(out)
+        count += _CALLS
+    return 1e3 * (time.perf_counter() - start) / count

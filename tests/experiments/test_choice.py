@@ -1,0 +1,70 @@
+"""The experiments on recipes that the library chooses, at sizes for a CPU."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.llama.model_config import LlamaConfig
+from experiments import choice, result_files
+from experiments.bench import harness
+from fbq_jax import FallbackDot, recipes
+from tests.examples.make_hf_fixture import FIXTURE
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+TOKENS = jax.random.randint(jax.random.key(0), (2, 17), 0, 64)
+
+
+@pytest.fixture
+def layers(monkeypatch):
+    """A model of two layers, the second of which gets outliers, and its parameters."""
+    monkeypatch.setattr(choice, "PLANTED", (1,))
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "max_seq_len": 16}
+    model = choice.SeparateLayers(LlamaConfig(**sizes, **heads, dtype=jnp.float32))
+    return model, model.init(jax.random.key(1), TOKENS)["params"]
+
+
+def test_planted_outliers_change_no_loss(layers):
+    model, params = layers
+    planted = choice.plant(params)
+    before, after = (model.apply({"params": p}, TOKENS) for p in (params, planted))
+    np.testing.assert_allclose(before, after, rtol=1e-6)
+    changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), params, planted)
+    assert not any(jax.tree.leaves({**changed, "layer_1": {}}))
+    assert changed["layer_1"]["mlp"]["down"]["kernel"]
+
+
+def test_training_moves_the_state(layers):
+    model, params = layers
+    model = choice.SeparateLayers(model.config, FallbackDot(recipes.fallback))
+    trained, state, speed = choice.train(model, params, [TOKENS] * 4, optax.sgd(0.1))
+    assert model.apply({"params": trained, "fallback": state}, TOKENS) < model.apply(
+        {"params": params, "fallback": state}, TOKENS
+    )
+    assert speed > 0
+
+
+def test_speed(monkeypatch):
+    monkeypatch.setattr(choice, "MODELS", ((128, 128, 1, 1),))
+    monkeypatch.setattr(harness, "VOCABULARY", 64)
+    (row,) = choice.speed()
+    assert row["predicted_ms"] is None  # without a GPU
+    assert len(row["report"]["layers"]) == 4
+
+
+def test_a_checkpoint(tmp_path, monkeypatch):
+    ids = types.SimpleNamespace(ids=[n % 48 for n in range(2 * 513)])
+    tokenizer = types.SimpleNamespace(encode=lambda _: ids)
+    monkeypatch.setattr(choice.hf, "load_tokenizer", lambda _: tokenizer)
+    text, out = tmp_path / "text", tmp_path / "out.json"
+    text.write_text("any")
+    choice.main(["checkpoint", str(FIXTURE / "llama"), str(text), f"--out={out}"])
+    report, *rows = result_files.read(out)["rows"]
+    assert report["report"]["budget"] == pytest.approx(0.03)
+    assert [row["recipe"] for row in rows][-2:] == ["rowwise", "chosen"]
+    losses = [row["loss"] for row in rows]
+    np.testing.assert_allclose(losses, losses[0], atol=0.05)

@@ -1,0 +1,251 @@
+"""Recipes that the library chooses, and its receipts."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import fbq_jax
+from fbq_jax import recipes
+from fbq_jax.choice import ChoiceReport, Product, choose_from, choosing
+from fbq_jax.choice.products import Recorder
+
+DEPTH, WIDTH, TOKENS = 12, 128, 256
+PLANTED = 3, 8  # layers
+
+
+def mean_square(y):
+    return jnp.mean(jnp.square(y))
+
+
+class Block(nn.Module):
+    """A layer whose input has an outlier in some tokens, if it is planted."""
+
+    @nn.compact
+    def __call__(self, x):
+        gain = self.param("gain", nn.initializers.ones, (WIDTH,))
+        h = nn.LayerNorm(use_bias=False, use_scale=False)(x)
+        few = jnp.arange(len(x))[:, None] % 64 == 0
+        h = jnp.where(few, h * gain[None], h)
+        return x + nn.Dense(WIDTH, use_bias=False, name="dense")(h)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(DEPTH):
+            x = Block(name=f"block_{i}")(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def planted():
+    """A model, its variables, and its input."""
+    model, x = Model(), jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    variables = model.init(jax.random.key(1), x)
+    for i in PLANTED:
+        gain = variables["params"][f"block_{i}"]["gain"]
+        variables["params"][f"block_{i}"]["gain"] = gain.at[5].set(300.0)
+    return model, variables, x
+
+
+@pytest.fixture(scope="module")
+def chosen(planted):
+    model, variables, x = planted
+    return fbq_jax.choose_recipes(model, variables, x, loss=mean_square)
+
+
+def test_planted_outliers_are_found_and_no_others(chosen):
+    rules, report = chosen
+    expected = {
+        f"block_{i}/dense": recipes.row_block_lhs if i in PLANTED else recipes.block
+        for i in range(DEPTH)
+    }
+    assert rules == expected
+    for layer in report.layers:
+        is_planted = int(layer.layer.split("_")[1].split("/")[0]) in PLANTED
+        assert (layer.largest > 50) == is_planted
+        assert (layer.candidates[0].error > report.budget) == is_planted
+
+
+def test_the_rules_quantize_the_model(planted, chosen):
+    model, variables, x = planted
+    quantized, report = fbq_jax.quantize(model, chosen[0], jax.random.key(0), x)
+    assert len(report.products) == DEPTH
+    assert not report.unused_rules
+    state = quantized.init(jax.random.key(0), x)["fallback"]
+    y = quantized.apply({**variables, "fallback": state}, x)
+    exact = model.apply(variables, x)
+    error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+    assert 0 < error < 0.03
+
+
+def test_the_report_says_what_was_measured(chosen):
+    lines = str(chosen[1]).splitlines()
+    assert lines[0].split()[:4] == ["layer", "M,", "K,", "N"]
+    row = next(line for line in lines if line.startswith("block_3/dense"))
+    assert "row_block_lhs" in row
+    assert "above the budget: block" in row
+    assert "at most 0.03; on" in lines[-1]
+
+
+def test_a_report_is_stored(chosen, tmp_path):
+    file = tmp_path / "report.json"
+    chosen[1].save(file)
+    assert ChoiceReport.load(file) == chosen[1]
+    file.write_text(json.dumps({"layers": 3}))
+    with pytest.raises(ValueError, match=r"report\.json holds no report"):
+        ChoiceReport.load(file)
+
+
+def test_a_loaded_report_cannot_look(chosen, tmp_path):
+    chosen[1].save(tmp_path / "report.json")
+    with pytest.raises(ValueError, match="call choose_recipes"):
+        ChoiceReport.load(tmp_path / "report.json").check()
+
+
+def test_the_picture_shows_each_layer(chosen):
+    (axes,) = chosen[1].draw().axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [layer.layer for layer in chosen[1].layers]
+
+
+def test_layers_of_a_stack_share_a_recipe():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(WIDTH, name="dense")(x), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.scan(Layer, length=3, **options)(name="layers")(x, None)[0]
+
+    x = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    variables = Stack().init(jax.random.key(1), x)
+    _, report = fbq_jax.choose_recipes(
+        Stack(), variables, x, loss=mean_square, candidates=["block"]
+    )
+    (layer,) = report.layers
+    assert layer[:3] == ("layers/dense", (TOKENS, WIDTH, WIDTH), 3)
+
+
+def test_nnx():
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    model, x = Mlp(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    rules, report = fbq_jax.nnx.choose_recipes(
+        model, x, loss=mean_square, candidates=["block", "rowwise"]
+    )
+    assert rules == {"up": recipes.block, "down": recipes.block}
+    assert [layer.sizes for layer in report.layers] == [
+        (TOKENS, 2 * WIDTH, WIDTH),
+        (TOKENS, WIDTH, 2 * WIDTH),
+    ]
+
+
+def test_slow_layers_stay_in_float(planted, monkeypatch):
+    """Where the device is measured, the fastest candidate inside the budget wins."""
+    model, variables, x = planted
+
+    def times(sizes, dtype, names):
+        assert (sizes, dtype) == ((TOKENS, WIDTH, WIDTH), "float32")
+        assert names == ("block", "row_block_lhs")
+        return {"float": 1.0, "block": 1.5, "row_block_lhs": 0.5}
+
+    monkeypatch.setattr(choosing, "layer_ms", times)
+    names = ["block", "row_block_lhs"]
+    _, report = fbq_jax.choose_recipes(
+        model, variables, x, loss=mean_square, candidates=names
+    )
+    assert {layer.chosen for layer in report.layers} == {"row_block_lhs"}
+    assert report.predicted_ms == pytest.approx(report.float_ms - 0.5 * DEPTH)
+    assert report.chosen_ms > 0
+    assert "x), measured" in str(report)
+    rules, report = fbq_jax.choose_recipes(
+        model, variables, x, loss=mean_square, candidates=names, budget=1e-6
+    )
+    assert set(rules.values()) == {None}
+    assert "no candidate is inside" in report.layers[0].reason
+
+
+def test_a_layer_that_leaves_its_budget_is_named(planted, chosen):
+    _, variables, x = planted
+    changed = jax.tree.map(jnp.copy, variables)
+    gain = changed["params"]["block_11"]["gain"]
+    changed["params"]["block_11"]["gain"] = gain.at[7].set(300.0)
+    report = chosen[1]
+    with pytest.warns(
+        UserWarning, match="'block_11/dense' has left its budget.*'block'"
+    ):
+        now = report.check(changed, x)
+    assert now.rules["block_11/dense"] == recipes.row_block_lhs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert report.check(variables, x) == report
+
+
+def test_a_second_look_traces_nothing(planted, chosen, monkeypatch):
+    _, variables, x = planted
+    monkeypatch.delattr(Recorder, "multiply")
+    assert chosen[1].check(variables, 2 * x) != chosen[1]
+
+
+def test_recorded_products():
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = (TOKENS, WIDTH), (WIDTH, 2 * WIDTH), (TOKENS, 2 * WIDTH)
+    x, w, dy = (jax.random.normal(*pair) for pair in zip(keys, sizes, strict=True))
+    product = Product(x[None], w[None], dy[None], (TOKENS, WIDTH, 2 * WIDTH))
+    report = choose_from({"head": [product, product]}, candidates=["block", "rowwise"])
+    (layer,) = report.layers
+    assert layer[:3] == ("head", (TOKENS, WIDTH, 2 * WIDTH), 2)
+    # Codes of 127 steps to a block's maximum, about 4 sigma: each operand has an error
+    # of 4 / 127 / sqrt(12).
+    assert layer.candidates[0].y == pytest.approx(2**0.5 * 4 / 127 / 12**0.5, rel=0.1)
+
+
+def test_a_layer_with_nan_has_no_candidate(planted, chosen):
+    _, variables, x = planted
+    diverged = x.at[0, 0].set(jnp.nan)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        now = chosen[1].check(variables, diverged)
+    assert len(found) == DEPTH
+    assert "has an error of nan" in str(found[0].message)
+    assert now.layers[0].chosen is None
+
+
+@pytest.mark.filterwarnings("ignore:.*run as jax.numpy code")
+def test_times_of_layers(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(choosing, "_SECONDS", 0.0)
+    monkeypatch.setattr(choosing, "milliseconds", lambda step: len(step()))
+    found = choosing.layer_ms((32, 16, 48), "float32", ("block", "fallback"))
+    assert found == dict.fromkeys(("float", "block", "fallback"), 3 / choosing._CALLS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": ["blok"]}, "candidates takes some of fallback, block,.*'blok'"),
+        ({"candidates": "block"}, "candidates takes names of recipes; got 'block'"),
+        ({"budget": 0}, "budget takes a number above 0; got 0"),
+        ({"loss": lambda _: jnp.float32(0.0)}, "no layer whose product has a gradient"),
+    ],
+)
+def test_errors(planted, options, message):
+    model, variables, x = planted
+    with pytest.raises(ValueError, match=message):
+        fbq_jax.choose_recipes(model, variables, x, **{"loss": mean_square, **options})
