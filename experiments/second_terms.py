@@ -1,0 +1,192 @@
+"""What a second term, or finer scales, would win in INT8 and in FP8.
+
+    python -m experiments.second_terms CHECKPOINT TEXT --out FILE
+
+The products of a model in Hugging Face's format are computed with operands that are
+rounded as a scheme says, and the loss is compared with that of bfloat16, in pairs of
+sequences. Besides, each scheme has its error of Y for an activation with planted
+outliers. Blocks that get a second term are the worst ones of each product, so a
+threshold that moves from step to step would do no better.
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.llama import hf
+from examples.llama.model import Llama
+from examples.llama.step import cross_entropy
+from experiments import result_files
+from fbq_jax.bench import results
+
+_K = 128  # values along the contraction that share a scale
+_TOKENS = 513  # of a sequence
+_PAIR = 2  # sequences of a call
+OUTLIERS = 0, 58, 606, 6559  # the largest magnitude over the root mean square
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """How an operand is rounded.
+
+    Attributes:
+        codes: "int8" or "float8_e4m3fn".
+        rows: The tokens, or the output channels, that share a scale with 128 values
+            along the contraction.
+        rate: The share of blocks that get a second term, which is the rounded residual
+            with a scale of its own.
+        metric: Which blocks are the worst: by their largest magnitude ("absmax"), the
+            square error ("error"), or that over their squares ("relative").
+    """
+
+    codes: str
+    rows: int
+    rate: float = 0.0
+    metric: str = "error"
+
+
+Scheme = tuple[Operand | None, Operand | None]
+
+
+def schemes() -> dict[str, Scheme]:
+    """The schemes for X and W by name; None is not rounded."""
+    found: dict[str, Scheme] = {}
+    for codes, name in (("int8", "INT8"), ("float8_e4m3fn", "FP8")):
+        block, row = Operand(codes, 128), Operand(codes, 1)
+        with_term = functools.partial(dataclasses.replace, rate=0.2)
+        found |= {
+            f"{name}: blocks": (block, block),
+            f"{name}: row blocks of X": (row, block),
+            f"{name}: row blocks of X and W": (row, row),
+            f"{name}: only X, row blocks": (row, None),
+            f"{name}: only W, blocks": (None, block),
+            f"{name}: only W, row blocks": (None, row),
+        }
+        for rate in (0.1, 0.2, 0.3):
+            term = f"second term for {rate:.0%}"
+            found[f"{name}: blocks, {term}"] = with_term(block, rate=rate), block
+            found[f"{name}: row blocks of X, {term}"] = with_term(row, rate=rate), block
+        for metric in ("absmax", "relative"):
+            term = f"second term for 20% by {metric}"
+            found[f"{name}: blocks, {term}"] = with_term(block, metric=metric), block
+        term = "second term for 10% of W"
+        found[f"{name}: row blocks of X, {term}"] = row, with_term(block, rate=0.1)
+        term = "second term for 20% of X"
+        found[f"{name}: row blocks of X and W, {term}"] = with_term(row), row
+    return found
+
+
+def rounded(x: jax.Array, how: Operand | None) -> jax.Array:
+    """The values of the codes of ``x`` [rows, K], in float32."""
+    x = x.astype(jnp.float32)
+    if how is None:
+        return x
+    (rows, columns), sides = x.shape, (how.rows, _K)
+    x = jnp.pad(
+        x, [(0, -size % side) for size, side in zip(x.shape, sides, strict=True)]
+    )
+    blocks = x.reshape(-1, how.rows, x.shape[1] // _K, _K).swapaxes(1, 2)
+    values = _round(blocks, how.codes)
+    if how.rate:
+        error, squares = jnp.square(blocks - values), jnp.square(blocks)
+        metric = {
+            "absmax": jnp.abs(blocks).max(axis=(2, 3)),
+            "error": error.sum(axis=(2, 3)),
+            "relative": error.sum(axis=(2, 3)) / (squares.sum(axis=(2, 3)) + 1e-30),
+        }[how.metric]
+        falls_back = metric > jnp.quantile(metric, 1 - how.rate)
+        residual = _round(blocks - values, how.codes)
+        values += jnp.where(falls_back[:, :, None, None], residual, 0.0)
+    return values.swapaxes(1, 2).reshape(x.shape)[:rows, :columns]
+
+
+def _round(blocks: jax.Array, codes: str) -> jax.Array:
+    largest = jnp.abs(blocks).max(axis=(2, 3), keepdims=True)
+    scale = jnp.where(largest == 0, 1.0, largest / _LARGEST[codes])
+    y = blocks / scale
+    if codes == "int8":
+        return jnp.round(y) * scale
+    return y.astype(codes).astype(jnp.float32) * scale
+
+
+def multiply(scheme: Scheme, x: jax.Array, w: jax.Array) -> jax.Array:
+    """``X . W`` of ``[M, K]`` and ``[K, N]``, rounded by a scheme."""
+    return rounded(x, scheme[0]) @ rounded(w.T, scheme[1]).T
+
+
+def errors(scheme: Scheme) -> dict[str, float]:
+    """The relative error of Y, by the outliers of X, in two channels of some tokens."""
+    keys, found = jax.random.split(jax.random.key(0)), {}
+    x, w = (
+        jax.random.normal(keys[0], (512, 1024)),
+        jax.random.normal(keys[1], (1024, 512)),
+    )
+    for size in OUTLIERS:
+        planted = x.at[::64, jnp.array([5, 700])].multiply(max(size / 3, 1))
+        exact = planted @ w
+        error = jnp.linalg.norm(multiply(scheme, planted, w) - exact)
+        found[str(size)] = float(error / jnp.linalg.norm(exact))
+    return found
+
+
+def rows(folder: Path, text: Path, sequences: int) -> Iterator[dict[str, Any]]:
+    """The loss of each pair of sequences and the errors, by scheme."""
+    config, params = hf.load(folder)
+    tokenizer = hf.load_tokenizer(folder)
+    assert tokenizer is not None
+    ids = tokenizer.encode(text.read_text(encoding="utf-8")).ids
+    count = min(sequences, len(ids) // _TOKENS) // _PAIR * _PAIR
+    tokens = np.asarray(ids[: count * _TOKENS], np.int32).reshape(-1, _PAIR, _TOKENS)
+    for name, scheme in {"bfloat16": None, **schemes()}.items():
+        op = None if scheme is None else functools.partial(_dot_general, scheme)
+        model = Llama(config, op)
+
+        @jax.jit
+        def loss(params: Any, tokens: jax.Array, model: Any = model) -> jax.Array:
+            logits = model.apply({"params": params}, tokens[:, :-1])
+            return cross_entropy(logits, tokens[:, 1:])
+
+        losses = [float(loss(params, pair)) for pair in tokens]
+        row: dict[str, Any] = {"scheme": name, "losses": losses}
+        yield row if scheme is None else row | {"errors": errors(scheme)}
+
+
+def _dot_general(
+    scheme: Scheme, lhs: jax.Array, rhs: jax.Array, *_: Any, **__: Any
+) -> Any:
+    y = multiply(scheme, lhs.reshape(-1, lhs.shape[-1]), rhs)
+    return y.reshape(*lhs.shape[:-1], -1).astype(lhs.dtype)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the experiment, and writes each row as soon as it is there."""
+    parser = argparse.ArgumentParser(prog="experiments.second_terms")
+    for name in ("folder", "text"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args(argv)
+    facts = {"device": jax.devices()[0].device_kind, "versions": results.versions()}
+    found: list[dict[str, Any]] = []
+    for row in rows(asked.folder, asked.text, asked.sequences):
+        found.append(row)
+        added = np.subtract(row["losses"], found[0]["losses"])
+        spread = added.std(ddof=1) / len(added) ** 0.5 if len(added) > 1 else np.nan
+        errors_ = " ".join(f"{e:.3f}" for e in row.get("errors", {}).values())
+        print(
+            f"{row['scheme']:48} {added.mean():+.4f} +- {spread:.4f}  {errors_}",
+            flush=True,
+        )
+        result_files.save(facts | {"rows": found}, asked.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Rounded operands of the experiment on second terms and finer scales."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import result_files, second_terms
+from experiments.second_terms import Operand
+from fbq_jax import dot_general, recipes
+from tests.examples.make_hf_fixture import FIXTURE
+
+X = jax.random.normal(jax.random.key(0), (200, 300))
+W = jax.random.normal(jax.random.key(1), (300, 100))
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "rows"),
+    [
+        ("block", "int8", 128),
+        ("row_block_lhs", "int8", 1),
+        ("fp8_row_block_lhs", "float8_e4m3fn", 1),
+    ],
+)
+def test_values_are_those_of_the_library(name, codes, rows):
+    scheme = Operand(codes, rows), Operand(codes, 128)
+    recipe = recipes.NAMED[name]
+    expected, _ = dot_general(X, W, (((1,), (0,)), ((), ())), recipe=recipe)
+    actual = second_terms.multiply(scheme, X, W)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("metric", ["absmax", "error", "relative"])
+def test_a_second_term_is_for_the_worst_blocks(metric):
+    planted = X.at[3, 5].set(1e3)
+    before, after = (
+        jnp.abs(second_terms.rounded(planted, how) - planted)
+        for how in (Operand("int8", 128), Operand("int8", 128, 0.2, metric))
+    )
+    improved = {
+        (int(i) // 128, int(j) // 128)
+        for i, j in zip(*jnp.where(after < before), strict=True)
+    }
+    # Of six blocks, the one with the outlier, and the next one.
+    assert len(improved) in (1, 2)
+    assert (0, 0) in improved
+
+
+def test_an_experiment(tmp_path, monkeypatch):
+    ids = types.SimpleNamespace(ids=[n % 48 for n in range(4 * 513)])
+    tokenizer = types.SimpleNamespace(encode=lambda _: ids)
+    monkeypatch.setattr(second_terms.hf, "load_tokenizer", lambda _: tokenizer)
+    few = dict(list(second_terms.schemes().items())[:2])
+    monkeypatch.setattr(second_terms, "schemes", lambda: few)
+    text, out = tmp_path / "text", tmp_path / "out.json"
+    text.write_text("any")
+    second_terms.main([str(FIXTURE / "llama"), str(text), f"--out={out}"])
+    first, *others = result_files.read(out)["rows"]
+    assert len(first["losses"]) == 2
+    assert [row["scheme"] for row in others] == list(few)
+    for row in others:
+        assert 0 < abs(row["losses"][0] - first["losses"][0]) < 0.1
+        assert row["errors"]["58"] > row["errors"]["0"]
