@@ -114,6 +114,7 @@ def test_a_run_keeps_its_receipt(folder):
     assert build.load(folder).weights == "INT8 codes (block)"
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_looks_again(folder, tmp_path, capsys):
     run = tmp_path / "auto"
     shutil.copytree(folder, run)

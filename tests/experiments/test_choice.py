@@ -56,6 +56,7 @@ def test_speed(monkeypatch):
     assert len(row["report"]["layers"]) == 4
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint(tmp_path, monkeypatch):
     ids = types.SimpleNamespace(ids=[n % 48 for n in range(2 * 513)])
     tokenizer = types.SimpleNamespace(encode=lambda _: ids)

@@ -48,6 +48,7 @@ def test_a_second_term_is_for_the_worst_blocks(metric):
     assert (0, 0) in improved
 
 
+@pytest.mark.exhaustive
 def test_an_experiment(tmp_path, monkeypatch):
     ids = types.SimpleNamespace(ids=[n % 48 for n in range(4 * 513)])
     tokenizer = types.SimpleNamespace(encode=lambda _: ids)
