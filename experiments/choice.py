@@ -42,7 +42,7 @@ PLANTED = 3, 8  # layers
 _FACTOR = 2.0**6  # of the channels that get outliers
 _CHANNELS = 2
 _SEEDS = 2
-# (hidden, MLP, layers, sequences of 2048 tokens), as `harness.config` takes them.
+# The shapes of `harness.Program`.
 MODELS = (
     *((4096, 14336, 4, 8), (2048, 5632, 22, 4), (2048, 5632, 4, 4)),
     *((1024, 2816, 12, 8), (512, 1536, 8, 1)),
@@ -148,8 +148,9 @@ def planted(sizes: Sizes) -> Iterator[dict[str, Any]]:
     params, _, _ = train(model, params, first, optax.adamw(schedule))
     params = plant(params)
     variables: Any = {"params": params}
-    loss: Any = {"loss": lambda loss: loss, "layers": "layer_.*"}
-    rules, report = fbq_jax.choose_recipes(model, variables, first[-1], **loss)
+    rules, report = fbq_jax.choose_recipes(
+        model, variables, first[-1], loss=lambda loss: loss, layers="layer_.*"
+    )
     yield as_row(report)
     ops = {name: FallbackDot(recipes.NAMED[name]) for name in CANDIDATES}
     held_out = data("val", 16, 0)
@@ -158,23 +159,21 @@ def planted(sizes: Sizes) -> Iterator[dict[str, Any]]:
         for name, op in {"bf16": None, **ops, "chosen": RulesDot(rules)}.items():
             bits = None if op is None else 10
             run = SeparateLayers(dataclasses.replace(config, saved_bits=bits), op)
-            trained, state, speed = train(
-                run, params, more, optax.adamw(sizes.rate / 10)
-            )
-            evaluate = jax.jit(functools.partial(run.apply))
-            variables = {"params": trained, "fallback": state}
+            optimizer = optax.adamw(sizes.rate / 10)
+            trained, state, per_s = train(run, params, more, optimizer)
+            evaluate, variables = jax.jit(run.apply), {"params": trained}
+            variables["fallback"] = state
             loss = np.mean([float(evaluate(variables, batch)) for batch in held_out])
-            yield {"recipe": name, "seed": seed, "loss": loss, "tokens_per_s": speed}
+            yield {"recipe": name, "seed": seed, "loss": loss, "tokens_per_s": per_s}
 
 
 def speed() -> Iterator[dict[str, Any]]:
     """The predicted and the measured gradients of five Llamas."""
-    for hidden, intermediate, layers, sequences in MODELS:
-        seq = min(harness.SEQUENCE, hidden)
-        sizes = {"num_layers": layers, "vocab_size": harness.VOCABULARY}
-        config = harness.config(hidden, intermediate, seq, quantized=False, **sizes)
+    for shape in MODELS:
+        program = harness.Program("float", None, shape)
+        (_, sequences, length), config = program.batch(), program.llama()
         model, key = Llama(config), jax.random.key(0)
-        tokens = jax.random.randint(key, (sequences, seq + 1), 0, config.vocab_size)
+        tokens = jax.random.randint(key, (sequences, length + 1), 0, config.vocab_size)
         params = jax.jit(model.init)(key, tokens[:, :-1])["params"]
         yield as_row(choosing.choose(model, params, tokens))
 

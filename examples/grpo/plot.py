@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from examples.llama import atomic, metrics
-from examples.llama.errors import UserError
+from examples.llama.errors import UserError, exit_status
 from examples.llama.plot import finish, save, smooth, style
 
 _SMALLEST = 1e-7  # the axis of mismatches is linear below
@@ -101,21 +101,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run(folders: list[Path], out: Path) -> None:
+    """Writes the metrics of runs to a file, and a picture beside it."""
+    results, picture = gather(folders), out.with_suffix(".png")
+    lines = ",\n".join(map(json.dumps, results.pop("runs")))
+    head = json.dumps(results, indent=2).removesuffix("\n}")
+    atomic.write(out, f'{head},\n  "runs": [\n{lines}\n]}}\n')
+    save(draw(json.loads(out.read_text(encoding="utf-8"))), picture)
+    print(f"numbers: {out}\npicture: {picture}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     asked = _parser().parse_args(argv)
-    picture = asked.out.with_suffix(".png")
-    try:
-        results = gather(asked.runs)
-        lines = ",\n".join(map(json.dumps, results.pop("runs")))
-        head = json.dumps(results, indent=2).removesuffix("\n}")
-        atomic.write(asked.out, f'{head},\n  "runs": [\n{lines}\n]}}\n')
-        save(draw(json.loads(asked.out.read_text(encoding="utf-8"))), picture)
-    except (UserError, OSError) as error:  # OSError names its file
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"numbers: {asked.out}\npicture: {picture}")
-    return 0
+    return exit_status(lambda: run(asked.runs, asked.out))
 
 
 if __name__ == "__main__":

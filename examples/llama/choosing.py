@@ -70,7 +70,8 @@ def resume(
     except ValueError as error:
         raise UserError(str(error)) from error
     if mesh.size() > 1:
-        print("note: on several devices, no look is taken at the layers of auto")
+        if mesh.is_first():
+            print("note: on several devices, no look is taken at the layers of auto")
         return None
     return dataclasses.replace(stored, look=choose(model, params, tokens).look)
 

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from examples.llama import build, invariant, run_folder, train
+from examples.llama import atomic, build, invariant, run_folder, train
 from examples.llama.config import RECIPES, Config
-from examples.llama.errors import UserError
+from examples.llama.errors import UserError, exit_status
 from examples.llama.invariant import log_probabilities
 from examples.llama.model import Llama, empty_cache
 from fbq_jax import FallbackDot, freeze
@@ -101,6 +101,19 @@ def compare(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield options | measure(model, variables, prompts, asked.tokens)
 
 
+def run(asked: argparse.Namespace) -> None:
+    """Prints what the command line asks for, and writes it to a file."""
+    rows = []
+    print("largest |log ratio|  invariant  at once    one by one")
+    for row in compare(asked):
+        rows.append(row)
+        print("{:<21}{!s:<11}{:<11.3g}{:.3g}".format(*row.values()))
+    if asked.json is not None:
+        found = {"prompts": asked.prompts, "tokens": asked.tokens, "rows": rows}
+        found |= {"device": jax.devices()[0].device_kind, "versions": versions()}
+        atomic.write(asked.json, json.dumps(found, indent=2) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser("python -m examples.llama.mismatch")
@@ -110,21 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--prompts", type=int, default=8, help="number of prompts (default: 8)")
     add("--tokens", type=int, default=64, help="tokens after each (default: 64)")
     add("--json", type=Path, help="file to write")
-    asked, rows = parser.parse_args(argv), []
-    print("largest |log ratio|  invariant  at once    one by one")
-    try:
-        for row in compare(asked):
-            rows.append(row)
-            print("{:<21}{!s:<11}{:<11.3g}{:.3g}".format(*row.values()))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if asked.json is not None:
-        found = {"prompts": asked.prompts, "tokens": asked.tokens, "rows": rows}
-        found |= {"device": jax.devices()[0].device_kind, "versions": versions()}
-        text = json.dumps(found, indent=2) + "\n"
-        asked.json.write_text(text, encoding="utf-8")
-    return 0
+    asked = parser.parse_args(argv)
+    return exit_status(lambda: run(asked))
 
 
 if __name__ == "__main__":

@@ -151,14 +151,9 @@ def train(
                     run_folder.write_options(out, config, run.corpus)
                 if run.report is not None:
                     print(run.report)
-                if run.report is not None and config.save_every:
-                    choosing.write(run.report, out)
+                    if config.save_every:
+                        choosing.write(run.report, out)
                 _describe(run, optax.tree.size(state.params))
-            if resume and config.check_every:
-                tokens = run.batch(int(state.step) + 1)[0]
-                run = run._replace(
-                    report=choosing.resume(out, run.model, state.params, tokens)
-                )
             state = _take_steps(run, state, stop)
             for folder in folders:
                 stop.waits_for = f"writing {folder}"
@@ -253,6 +248,9 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
         metrics.continue_after(first - 1, log)
     if first > config.steps:
         return state
+    report = run.report if config.check_every else None
+    if report is None and config.check_every:
+        report = choosing.resume(out, model, state.params, run.batch(first)[0])
     optimizer, schedule = make_optimizer(config)
     state = add_codes(model, optimizer, state)
 
@@ -282,7 +280,7 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
             last = step == config.steps
             evaluates = last or step % config.eval_every == 0
             saves = config.save_every and (last or step % config.save_every == 0)
-            checks = config.check_every and step % config.check_every == 0
+            checks = report is not None and step % config.check_every == 0
             reads = step == first or step % config.log_every == 0
             # Several processes must agree when to stop, so they wait for a read.
             reads |= stop.is_set() and jax.process_count() == 1
@@ -303,11 +301,10 @@ def _take_steps(run: _Run, state: TrainState, stop: StopRequests) -> TrainState:
                 assert_live(stats_before, state.stats())
                 if state.codes:
                     optim.assert_live(state.params, state.codes)
-            if run.report is not None and checks:
+            if report is not None and checks:
                 stop.waits_for = "a look at the layers"
-                for text in choosing.check(
-                    run.report, state.params, run.batch(step)[0]
-                ):
+                tokens = run.batch(step)[0]
+                for text in choosing.check(report, state.params, tokens):
                     bar.write(f"warning: {text}")
             if saves or (mesh.any_of(stop.is_set()) and config.save_every):
                 stop.waits_for = f"the checkpoint of step {step}"

@@ -109,7 +109,7 @@ class Program(NamedTuple):
         return config(
             hidden,
             intermediate,
-            min(SEQUENCE, hidden),
+            self.batch()[-1],
             num_layers=depth,
             vocab_size=VOCABULARY,
             quantized=self.recipe is not None,
@@ -119,9 +119,8 @@ class Program(NamedTuple):
 
     def batch(self) -> tuple[int, int, int]:
         """The microbatches, their sequences, and the tokens of a sequence."""
-        _, _, _, sequences, *microbatches = self.shape
-        length = self.llama().max_seq_len
-        return microbatches[0] if microbatches else 1, sequences, length
+        hidden, _, _, sequences, *microbatches = self.shape
+        return microbatches[0] if microbatches else 1, sequences, min(SEQUENCE, hidden)
 
 
 def train(

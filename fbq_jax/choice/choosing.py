@@ -27,8 +27,8 @@ from fbq_jax.recipes.schema import Recipe
 
 #: From fast to slow, as measured on an H200.
 CANDIDATES = ("block", "row_block_lhs", "fallback")
-#: The largest error of a layer's output: twice that of Gaussian operands with scales
-#: per block.
+#: The largest error of a layer's output: twice what scales per block do to Gaussian
+#: operands.
 BUDGET = 0.03
 _ROWS = 512  # of an activation that are compared
 _CALLS = 8  # of a layer that is timed, one after the other
@@ -54,7 +54,7 @@ def choose_for(
       budget: as there.
       layers: as there.
     """
-    check(candidates, budget)
+    _check(candidates, budget)
     leaves = jax.tree.leaves(arguments)
     if any(isinstance(x, jax.Array) and len(x.devices()) > 1 for x in leaves):
         raise ValueError(
@@ -83,9 +83,9 @@ def choose_from(
 ) -> ChoiceReport:
     """Chooses recipes by the recorded products of each layer, by its path.
 
-    The other arguments, and errors, are those of ``fbq_jax.choose_recipes``.
+    The other arguments, and errors, are as in ``fbq_jax.choose_recipes``.
     """
-    check(candidates, budget)
+    _check(candidates, budget)
     if not products:
         raise ValueError(
             "choose_recipes found no layer whose product has a gradient: layers match "
@@ -108,7 +108,7 @@ def choose_from(
     return ChoiceReport(tuple(layers), budget, jax.devices()[0].device_kind)
 
 
-def check(candidates: Sequence[str], budget: float) -> None:
+def _check(candidates: Sequence[str], budget: float) -> None:
     """Raises a ValueError for candidates that are no recipes, or a bad budget."""
     if isinstance(candidates, str) or not candidates:
         raise ValueError(f"candidates takes names of recipes; got {candidates!r}")

@@ -19,8 +19,8 @@ from fbq_jax.sharding.layer_names import current_layer
 
 DIMENSIONS = ((2,), (1,)), ((0,), (0,))
 _BLOCK = 128
-#: A block is an outlier if its largest magnitude is so many times that of the
-#: block at the lower quartile.
+#: A block is an outlier if its largest magnitude is so many times the lower quartile of
+#: all blocks' largest magnitudes.
 OUTLIER = 8.0
 
 
@@ -47,7 +47,7 @@ class Recorder(Visitor):
 
     Attributes:
       rows: the most rows of X and dY that are kept.
-      products: by the path of their layer, those of a stack in any order.
+      products: by the path of their layer, in any order in a stack.
     """
 
     def __init__(self, rows: int):
@@ -149,8 +149,8 @@ def outliers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What stands out in an activation ``[B, M, K]``.
 
     Returns its largest magnitude over the root mean square; and the share of 128x128
-    blocks whose largest magnitude is more than ``OUTLIER`` times that of the block at
-    the lower quartile.
+    blocks whose largest magnitude is more than ``OUTLIER`` times the lower quartile of
+    all blocks' largest magnitudes.
     """
     size = jnp.abs(x.astype(jnp.float32))
     blocks = jnp.pad(size, [(0, 0)] + [(0, -side % _BLOCK) for side in x.shape[1:]])

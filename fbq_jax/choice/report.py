@@ -23,8 +23,8 @@ class Candidate(NamedTuple):
     Attributes:
       recipe: its name.
       y: the error of Y, as in ``products.errors``; the largest one of a stack.
-      dx: that of dX.
-      dw: that of dW.
+      dx: the error of dX.
+      dw: the error of dW.
       ms: milliseconds of the three products on this device; None if not measured.
     """
 
@@ -142,7 +142,7 @@ class ChoiceReport:
         axes.axvline(self.budget, color="black", linewidth=1, label="budget")
         axes.set(
             xscale="log",
-            xlabel="error of Y, or a tenth of that of dX or dW (filled: chosen)",
+            xlabel="error of Y, or a tenth of the error of dX or dW (filled: chosen)",
         )
         axes.set_yticks(rows, [layer.layer for layer in self.layers])
         axes.invert_yaxis()
