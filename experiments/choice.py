@@ -2,12 +2,10 @@
 
     python -m experiments.choice planted --out FILE
     python -m experiments.choice speed --out FILE
-    python -m experiments.choice checkpoint FOLDER TEXT --out FILE
 
 The first trains a Llama, plants outliers in two of its twelve layers, and goes on with
 each recipe and with those that are chosen. The second compares the predicted gradients
-of five Llamas with the measured ones. The third compares the losses of a model in
-Hugging Face's format, without training, with the errors of its layers.
+of five Llamas with the measured ones.
 """
 
 import argparse
@@ -25,7 +23,7 @@ import numpy as np
 import optax
 
 import fbq_jax
-from examples.llama import choosing, hf
+from examples.llama import choosing
 from examples.llama.data import batches, load_corpus
 from examples.llama.model import Layer, Llama
 from examples.llama.model_config import LlamaConfig
@@ -34,7 +32,6 @@ from examples.llama.step import cross_entropy
 from experiments import result_files
 from experiments.bench import harness
 from fbq_jax import FallbackDot, RulesDot, recipes
-from fbq_jax.bench import results
 from fbq_jax.choice import ChoiceReport
 from fbq_jax.choice.choosing import CANDIDATES
 
@@ -178,30 +175,6 @@ def speed() -> Iterator[dict[str, Any]]:
         yield as_row(choosing.choose(model, params, tokens))
 
 
-def checkpoint(folder: Path, text: Path) -> Iterator[dict[str, Any]]:
-    """What recipes add to the loss of a model that was trained in floats."""
-    config, params = hf.load(folder)
-    tokenizer = hf.load_tokenizer(folder)
-    assert tokenizer is not None
-    ids = np.asarray(tokenizer.encode(text.read_text(encoding="utf-8")).ids, np.int32)
-    tokens = jnp.asarray(ids[: 2 * 513].reshape(2, 513))
-    report = choosing.choose(Llama(config), params, tokens)
-    yield as_row(report)
-    ops = {name: FallbackDot(recipes.NAMED[name]) for name in (*CANDIDATES, "rowwise")}
-    chosen = RulesDot(report.rules)
-    for name, op in {"float": None, **ops, "chosen": chosen}.items():
-        model = Llama(config, op)
-        state = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1]).get(
-            "fallback", {}
-        )
-        evaluate = jax.jit(functools.partial(model.apply, mutable=["fallback"]))
-        for _ in range(4):  # thresholds settle
-            variables = {"params": params, "fallback": state}
-            logits, moved = evaluate(variables, tokens[:, :-1])
-            state = moved.get("fallback", {})
-        yield {"recipe": name, "loss": float(cross_entropy(logits, tokens[:, 1:]))}
-
-
 def as_row(report: ChoiceReport) -> dict[str, Any]:
     """A report as JSON, with its prediction."""
     print(report, flush=True)
@@ -213,25 +186,16 @@ def main(argv: list[str] | None = None) -> None:
     """Runs an experiment and writes its rows, each as soon as it is there."""
     parser = argparse.ArgumentParser(prog="experiments.choice")
     commands = parser.add_subparsers(dest="command", required=True)
-    of = {
-        name: commands.add_parser(name) for name in ("planted", "speed", "checkpoint")
-    }
+    of = {name: commands.add_parser(name) for name in ("planted", "speed")}
     for field in dataclasses.fields(Sizes):
         kind: Any = type(field.default)
         of["planted"].add_argument(f"--{field.name}", type=kind, default=field.default)
-    for name in ("folder", "text"):
-        of["checkpoint"].add_argument(name, type=Path)
     for command in of.values():
         command.add_argument("--out", type=Path, required=True)
     asked = vars(parser.parse_args(argv))
     name, out = asked.pop("command"), asked.pop("out")
-    run: Any = {"planted": planted, "speed": speed, "checkpoint": checkpoint}[name]
-    facts = {"device": jax.devices()[0].device_kind, "versions": results.versions()}
-    rows = []
-    for row in run(Sizes(**asked)) if name == "planted" else run(**asked):
-        print({key: row[key] for key in row.keys() - {"report"}}, flush=True)
-        rows.append(row)
-        result_files.save(facts | {"rows": rows}, out)
+    rows = planted(Sizes(**asked)) if name == "planted" else speed()
+    result_files.save_rows(rows, out)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Reads and writes the JSON results of the experiments."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from examples.llama import atomic
 from experiments.settings import RECIPES
+from fbq_jax.bench import results
 
 Json = dict[str, Any]
 
@@ -23,6 +26,17 @@ def save(result: Any, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_rounded(result), separators=(",", ":"))
     atomic.write(file, text.replace(',"', ',\n"') + "\n")  # one line per list
+
+
+def save_rows(rows: Iterable[Json], file: Path) -> None:
+    """Prints and writes rows, each as soon as it is there."""
+    facts = {"device": jax.devices()[0].device_kind, "versions": results.versions()}
+    found: list[Json] = []
+    for row in rows:
+        shown = {k: v for k, v in row.items() if isinstance(v, str | int | float)}
+        print(json.dumps(shown), flush=True)
+        found.append(row)
+        save(facts | {"rows": found}, file)
 
 
 def _rounded(value: Any) -> Any:

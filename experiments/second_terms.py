@@ -1,34 +1,18 @@
 """What a second term, or finer scales, would win in INT8 and in FP8.
 
-    python -m experiments.second_terms CHECKPOINT TEXT --out FILE
-
-The products of a model in Hugging Face's format are computed with operands that are
-rounded as a scheme says, and the loss is compared with that of bfloat16, in pairs of
-sequences. Besides, each scheme has its error of Y for an activation with planted
-outliers. Blocks that get a second term are the worst ones of each product, so a
-threshold that moves from step to step would do no better.
+Products are computed with operands that are rounded as a scheme says. Blocks that get a
+second term are the worst ones of each product, so a threshold that moves from step to
+step would do no better. ``experiments.checkpoint`` has the losses.
 """
 
-import argparse
 import dataclasses
 import functools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from examples.llama import hf
-from examples.llama.model import Llama
-from examples.llama.step import cross_entropy
-from experiments import result_files
-from fbq_jax.bench import results
 
 _K = 128  # values along the contraction that share a scale
-_TOKENS = 513  # of a sequence
-_PAIR = 2  # sequences of a call
 OUTLIERS = 0, 58, 606, 6559  # the largest magnitude over the root mean square
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
@@ -45,12 +29,14 @@ class Operand:
             with a scale of its own.
         metric: Which blocks are the worst: by their largest magnitude ("absmax"), the
             square error ("error"), or that over their squares ("relative").
+        by_row: Whether each row has a scale of its own besides.
     """
 
     codes: str
     rows: int
     rate: float = 0.0
     metric: str = "error"
+    by_row: bool = False
 
 
 Scheme = tuple[Operand | None, Operand | None]
@@ -70,6 +56,11 @@ def schemes() -> dict[str, Scheme]:
             f"{name}: only W, blocks": (None, block),
             f"{name}: only W, row blocks": (None, row),
         }
+        for rows in (8, 32, 64):
+            of_w = f"blocks of {rows}x{_K} of W"
+            found[f"{name}: row blocks of X, {of_w}"] = row, Operand(codes, rows)
+        of_w = Operand(codes, 128, by_row=True)
+        found[f"{name}: row blocks of X, blocks and rows of W"] = row, of_w
         for rate in (0.1, 0.2, 0.3):
             term = f"second term for {rate:.0%}"
             found[f"{name}: blocks, {term}"] = with_term(block, rate=rate), block
@@ -89,6 +80,10 @@ def rounded(x: jax.Array, how: Operand | None) -> jax.Array:
     x = x.astype(jnp.float32)
     if how is None:
         return x
+    if how.by_row:
+        largest = jnp.abs(x).max(axis=1, keepdims=True)
+        scale = jnp.where(largest == 0, 1.0, largest)
+        return rounded(x / scale, dataclasses.replace(how, by_row=False)) * scale
     (rows, columns), sides = x.shape, (how.rows, _K)
     x = jnp.pad(
         x, [(0, -size % side) for size, side in zip(x.shape, sides, strict=True)]
@@ -137,56 +132,9 @@ def errors(scheme: Scheme) -> dict[str, float]:
     return found
 
 
-def rows(folder: Path, text: Path, sequences: int) -> Iterator[dict[str, Any]]:
-    """The loss of each pair of sequences and the errors, by scheme."""
-    config, params = hf.load(folder)
-    tokenizer = hf.load_tokenizer(folder)
-    assert tokenizer is not None
-    ids = tokenizer.encode(text.read_text(encoding="utf-8")).ids
-    count = min(sequences, len(ids) // _TOKENS) // _PAIR * _PAIR
-    tokens = np.asarray(ids[: count * _TOKENS], np.int32).reshape(-1, _PAIR, _TOKENS)
-    for name, scheme in {"bfloat16": None, **schemes()}.items():
-        op = None if scheme is None else functools.partial(_dot_general, scheme)
-        model = Llama(config, op)
-
-        @jax.jit
-        def loss(params: Any, tokens: jax.Array, model: Any = model) -> jax.Array:
-            logits = model.apply({"params": params}, tokens[:, :-1])
-            return cross_entropy(logits, tokens[:, 1:])
-
-        losses = [float(loss(params, pair)) for pair in tokens]
-        row: dict[str, Any] = {"scheme": name, "losses": losses}
-        yield row if scheme is None else row | {"errors": errors(scheme)}
-
-
-def _dot_general(
+def dot_general(
     scheme: Scheme, lhs: jax.Array, rhs: jax.Array, *_: Any, **__: Any
 ) -> Any:
+    """A `lax.dot_general` for `Llama`, which only multiplies [..., K] by [K, N]."""
     y = multiply(scheme, lhs.reshape(-1, lhs.shape[-1]), rhs)
     return y.reshape(*lhs.shape[:-1], -1).astype(lhs.dtype)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Runs the experiment, and writes each row as soon as it is there."""
-    parser = argparse.ArgumentParser(prog="experiments.second_terms")
-    for name in ("folder", "text"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args(argv)
-    facts = {"device": jax.devices()[0].device_kind, "versions": results.versions()}
-    found: list[dict[str, Any]] = []
-    for row in rows(asked.folder, asked.text, asked.sequences):
-        found.append(row)
-        added = np.subtract(row["losses"], found[0]["losses"])
-        spread = added.std(ddof=1) / len(added) ** 0.5 if len(added) > 1 else np.nan
-        errors_ = " ".join(f"{e:.3f}" for e in row.get("errors", {}).values())
-        print(
-            f"{row['scheme']:48} {added.mean():+.4f} +- {spread:.4f}  {errors_}",
-            flush=True,
-        )
-        result_files.save(facts | {"rows": found}, asked.out)
-
-
-if __name__ == "__main__":
-    main()

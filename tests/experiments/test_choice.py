@@ -1,7 +1,5 @@
 """The experiments on recipes that the library chooses, at sizes for a CPU."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +7,9 @@ import optax
 import pytest
 
 from examples.llama.model_config import LlamaConfig
-from experiments import choice, result_files
+from experiments import choice
 from experiments.bench import harness
 from fbq_jax import FallbackDot, recipes
-from tests.examples.make_hf_fixture import FIXTURE
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 TOKENS = jax.random.randint(jax.random.key(0), (2, 17), 0, 64)
@@ -54,18 +51,3 @@ def test_speed(monkeypatch):
     (row,) = choice.speed()
     assert row["predicted_ms"] is None  # without a GPU
     assert len(row["report"]["layers"]) == 4
-
-
-@pytest.mark.exhaustive
-def test_a_checkpoint(tmp_path, monkeypatch):
-    ids = types.SimpleNamespace(ids=[n % 48 for n in range(2 * 513)])
-    tokenizer = types.SimpleNamespace(encode=lambda _: ids)
-    monkeypatch.setattr(choice.hf, "load_tokenizer", lambda _: tokenizer)
-    text, out = tmp_path / "text", tmp_path / "out.json"
-    text.write_text("any")
-    choice.main(["checkpoint", str(FIXTURE / "llama"), str(text), f"--out={out}"])
-    report, *rows = result_files.read(out)["rows"]
-    assert report["report"]["budget"] == pytest.approx(0.03)
-    assert [row["recipe"] for row in rows][-2:] == ["rowwise", "chosen"]
-    losses = [row["loss"] for row in rows]
-    np.testing.assert_allclose(losses, losses[0], atol=0.05)

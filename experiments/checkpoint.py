@@ -1,0 +1,183 @@
+"""A model that was trained elsewhere: its outliers, and what recipes cost it.
+
+    python -m experiments.checkpoint outliers MODEL TEXT --out FILE
+    python -m experiments.checkpoint losses MODEL TEXT --out FILE
+    python -m experiments.checkpoint schemes MODEL TEXT --out FILE
+    python -m experiments.checkpoint tuned MODEL TEXT --out FILE
+
+MODEL is what the Llama's ``--from-hf`` takes, and TEXT what its ``--data`` takes. The
+second quantizes the model without training, by each recipe; the third rounds operands
+of its forward products as no recipe does yet; the last trains the model.
+"""
+
+import argparse
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.llama import choosing, hf
+from examples.llama.config import Config
+from examples.llama.data import load_corpus
+from examples.llama.model import Llama
+from examples.llama.model_config import LlamaConfig
+from examples.llama.step import cross_entropy
+from experiments import result_files, second_terms
+from experiments.runs import Run, do
+from experiments.studies.operands import operands
+from fbq_jax import FallbackDot, RulesDot, recipes
+from fbq_jax.choice.products import outliers as stand_out
+
+_TOKENS = 513  # of a sequence
+_PAIR = 2  # sequences of a call
+_SETTLING = 8  # calls until thresholds stay in their range
+# The recipes of training, the most informative first.
+TUNED = (
+    *("bf16", "fallback", "row_block_lhs", "block", "fp8_row_block_lhs", "rowwise"),
+    "auto",
+)
+SEEDS = 0, 1, 2
+# The name, further figures, and the loss of each pair of sequences.
+Losses = Iterator[tuple[str, dict[str, Any], list[float]]]
+TUNING: dict[str, Any] = {"seq": 512, "batch": 8, "steps": 200, "lr": 2e-5} | {
+    "eval_every": 200,
+    "log_every": 20,
+    "check_every": 0,
+    "save_every": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, and text in pairs of sequences.
+
+    Attributes:
+        config: Its sizes.
+        params: Its weights.
+        pairs: Token ids, int32 [pairs, 2, 513].
+    """
+
+    config: LlamaConfig
+    params: Any
+    pairs: np.ndarray
+
+    def losses(self, op: Any, *, moves: bool) -> list[float]:
+        """The loss of each pair with a ``dot_general``, after its state has settled."""
+        model = Llama(self.config, op)
+        state: Any = {}
+
+        @functools.partial(jax.jit, static_argnums=3)
+        def loss(params: Any, state: Any, tokens: jax.Array, moves: bool) -> Any:
+            variables = {"params": params, **state}
+            mutable = ["fallback"] if moves else []
+            logits, state = model.apply(variables, tokens[:, :-1], mutable=mutable)
+            return cross_entropy(logits, tokens[:, 1:]), state
+
+        if moves:
+            inputs = self.pairs[0, :, :-1]
+            state = jax.jit(model.init)(jax.random.key(0), inputs)
+            state.pop("params")
+            for pair in self.pairs[:_SETTLING]:
+                _, moved = loss(self.params, state, pair, True)
+                state = {**state, **moved}
+        return [float(loss(self.params, state, p, False)[0]) for p in self.pairs]
+
+
+def load(model: Path, text: Path, sequences: int) -> Subject:
+    """A subject with evenly spaced sequences of a text."""
+    config, params = hf.load(model)
+    ids = load_corpus(text, hf.load_tokenizer(model)).train
+    ids = ids[: len(ids) // _TOKENS * _TOKENS].reshape(-1, _TOKENS)
+    count = min(sequences, len(ids)) // _PAIR * _PAIR
+    chosen = ids[np.linspace(0, len(ids) - 1, count).astype(int)]
+    pairs = chosen.astype(np.int32).reshape(-1, _PAIR, _TOKENS)
+    return Subject(config, jax.device_put(params), pairs)
+
+
+def outliers(subject: Subject) -> Iterator[dict[str, Any]]:
+    """What stands out in the input of each projection, in one pair of sequences."""
+    config = dataclasses.replace(subject.config, dtype=jnp.float32)
+    found = operands(config, subject.params, jnp.asarray(subject.pairs[0]))
+    for name, of in found.items():
+        for layer, x in enumerate(of.x):
+            largest, share = map(float, stand_out(x[None]))
+            yield {"what": name, "layer": layer, "largest": largest, "share": share}
+
+
+def compared(found: Losses) -> Iterator[dict[str, Any]]:
+    """Rows with what each adds to the losses of the first, and its standard error."""
+    first: list[float] = []
+    for what, more, losses in found:
+        first = first or losses
+        added = np.subtract(losses, first)
+        error = float(added.std(ddof=1) / len(added) ** 0.5)
+        figures = {"added": float(added.mean()), "standard_error": error}
+        yield {"what": what, **more, **figures, "losses": losses}
+
+
+def losses(subject: Subject) -> Losses:
+    """The losses of a model that is quantized without training, by recipe."""
+    yield "bf16", {}, subject.losses(None, moves=False)
+    for name, recipe in recipes.NAMED.items():
+        yield name, {}, subject.losses(FallbackDot(recipe), moves=True)
+    tokens = jnp.asarray(subject.pairs[0])
+    report = choosing.choose(Llama(subject.config), subject.params, tokens)
+    rules = {pattern: str(recipe) for pattern, recipe in report.rules.items()}
+    found = subject.losses(RulesDot(report.rules), moves=True)
+    yield "chosen", {"rules": rules}, found
+
+
+def schemes(subject: Subject) -> Losses:
+    """The losses with rounded operands, and errors of Y, by scheme."""
+    yield "bf16", {}, subject.losses(None, moves=False)
+    for name, scheme in second_terms.schemes().items():
+        product = functools.partial(second_terms.dot_general, scheme)
+        found = subject.losses(product, moves=False)
+        yield name, {"errors": second_terms.errors(scheme)}, found
+
+
+def tuned(model: Path, text: Path, seeds: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """The validation losses of training by recipe and seed."""
+    for seed in seeds:
+        for recipe in TUNED:
+            config = Config(
+                from_hf=str(model), data=str(text), recipe=recipe, seed=seed, **TUNING
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                run = Run(config, Path(folder, "run"), Path(folder, "result.json"))
+                do([run])
+                found = result_files.read(run.result)
+            kept = "val_loss", "loss", "tokens_per_s"
+            yield {"what": recipe, "seed": seed} | {key: found[key] for key in kept}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs an experiment and writes its rows, each as soon as it is there."""
+    parser = argparse.ArgumentParser(prog="experiments.checkpoint")
+    of: dict[str, Callable[[Subject], Any]] = {
+        "outliers": outliers,
+        "losses": lambda subject: compared(losses(subject)),
+        "schemes": lambda subject: compared(schemes(subject)),
+    }
+    parser.add_argument("command", choices=(*of, "tuned"))
+    for name in ("model", "text"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args(argv)
+    if asked.command == "tuned":
+        rows = tuned(asked.model, asked.text, asked.seeds)
+    else:
+        rows = of[asked.command](load(asked.model, asked.text, asked.sequences))
+    result_files.save_rows(rows, asked.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The experiments on a model in Hugging Face's format, at sizes for a CPU."""
+
+import numpy as np
+import pytest
+
+from experiments import checkpoint, result_files
+from fbq_jax import recipes
+from tests.examples.make_hf_fixture import FIXTURE
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a command on a small model and token ids; returns the rows."""
+    monkeypatch.setattr(checkpoint, "_TOKENS", 17)
+    for part in ("train.bin", "val.bin"):
+        (np.arange(2000, dtype=np.uint16) % 47).tofile(tmp_path / part)
+    out = tmp_path / "out.json"
+
+    def run(command, *options):
+        arguments = [command, str(FIXTURE / "llama"), str(tmp_path), f"--out={out}"]
+        checkpoint.main([*arguments, *options])
+        return result_files.read(out)["rows"]
+
+    return run
+
+
+def test_outliers(run):
+    rows = run("outliers", "--sequences=2")
+    assert {row["what"] for row in rows} == {"qkv", "out", "gate_up", "down"}
+    assert all(row["largest"] > 1 for row in rows)
+
+
+def test_losses(run, monkeypatch):
+    monkeypatch.setattr(recipes, "NAMED", {"block": recipes.block})
+    rows = run("losses", "--sequences=4")
+    assert [row["what"] for row in rows] == ["bf16", "block", "chosen"]
+    assert rows[0]["added"] == 0
+    assert all(len(row["losses"]) == 2 for row in rows)
+    assert 0 < abs(rows[1]["added"]) < 0.1
+
+
+def test_schemes(run, monkeypatch):
+    few = dict(list(checkpoint.second_terms.schemes().items())[:1])
+    monkeypatch.setattr(checkpoint.second_terms, "schemes", lambda: few)
+    _, row = run("schemes", "--sequences=4")
+    assert 0 < abs(row["added"]) < 0.1
+    assert row["errors"]["58"] > row["errors"]["0"]
+
+
+def test_tuning(run, monkeypatch):
+    monkeypatch.setattr(checkpoint, "TUNED", ("bf16", "block"))
+    sizes = {"seq": 16, "batch": 2, "steps": 2, "eval_every": 2}
+    monkeypatch.setattr(checkpoint, "TUNING", checkpoint.TUNING | sizes)
+    rows = run("tuned", "--seeds", "3")
+    assert [(row["what"], row["seed"]) for row in rows] == [("bf16", 3), ("block", 3)]
+    assert all(row["val_loss"]["2"] > 0 for row in rows)
