@@ -13,7 +13,6 @@ of its forward products as no recipe does yet; the last trains the model.
 import argparse
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ from examples.llama.data import load_corpus
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.step import cross_entropy
-from experiments import result_files, second_terms
-from experiments.runs import Run, do
+from experiments import result_files, runs, second_terms
 from experiments.studies.operands import operands
 from fbq_jax import FallbackDot, RulesDot, recipes
 from fbq_jax.choice.products import outliers as stand_out
@@ -149,11 +147,7 @@ def tuned(model: Path, text: Path, seeds: tuple[int, ...]) -> Iterator[dict[str,
             config = Config(
                 from_hf=str(model), data=str(text), recipe=recipe, seed=seed, **TUNING
             )
-            with tempfile.TemporaryDirectory() as folder:
-                run = Run(config, Path(folder, "run"), Path(folder, "result.json"))
-                do([run])
-                found = result_files.read(run.result)
-            kept = "val_loss", "loss", "tokens_per_s"
+            found, kept = runs.figures(config), ("val_loss", "loss", "tokens_per_s")
             yield {"what": recipe, "seed": seed} | {key: found[key] for key in kept}
 
 

@@ -2,10 +2,12 @@
 
     python -m experiments.choice planted --out FILE
     python -m experiments.choice speed --out FILE
+    python -m experiments.choice pretraining --data FOLDER --out FILE
 
 The first trains a Llama, plants outliers in two of its twelve layers, and goes on with
 each recipe and with those that are chosen. The second compares the predicted gradients
-of five Llamas with the measured ones.
+of five Llamas with the measured ones. The third trains Llamas of 128 million and of a
+billion parameters by each recipe and by those that are chosen.
 """
 
 import argparse
@@ -24,13 +26,15 @@ import optax
 
 import fbq_jax
 from examples.llama import choosing
+from examples.llama.config import AUTO, Config
 from examples.llama.data import batches, load_corpus
 from examples.llama.model import Layer, Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import Part
 from examples.llama.step import cross_entropy
-from experiments import result_files
+from experiments import result_files, runs
 from experiments.bench import harness
+from experiments.settings import FULL, LARGER
 from fbq_jax import FallbackDot, RulesDot, recipes
 from fbq_jax.choice import ChoiceReport
 from fbq_jax.choice.choosing import CANDIDATES
@@ -39,6 +43,11 @@ PLANTED = 3, 8  # layers
 _FACTOR = 2.0**6  # of the channels that get outliers
 _CHANNELS = 2
 _SEEDS = 2
+# Of the runs of 128 million and of a billion parameters.
+_STEPS = (
+    {"steps": 384, "eval_every": 384, "save_every": 0, "check_every": 0},
+    {"steps": 64, "eval_every": 64, "save_every": 0, "check_every": 0},
+)
 # The shapes of `harness.Program`.
 MODELS = (
     *((4096, 14336, 4, 8), (2048, 5632, 22, 4), (2048, 5632, 4, 4)),
@@ -175,6 +184,18 @@ def speed() -> Iterator[dict[str, Any]]:
         yield as_row(choosing.choose(model, params, tokens))
 
 
+def pretraining(data: Path) -> Iterator[dict[str, Any]]:
+    """The validation losses and the speeds of two Llamas, by recipe and seed."""
+    sizes = {"128M": FULL.pretrain | _STEPS[0], "1B": LARGER.pretrain | _STEPS[1]}
+    for seed in range(_SEEDS):
+        for size, options in sizes.items():
+            for recipe in ("bf16", *CANDIDATES, AUTO):
+                config = Config(data=str(data), recipe=recipe, seed=seed, **options)
+                found = runs.figures(config)
+                figures = {k: found[k] for k in ("val_loss", "tokens_per_s")}
+                yield {"size": size, "recipe": recipe, "seed": seed, **figures}
+
+
 def as_row(report: ChoiceReport) -> dict[str, Any]:
     """A report as JSON, with its prediction."""
     print(report, flush=True)
@@ -182,11 +203,19 @@ def as_row(report: ChoiceReport) -> dict[str, Any]:
     return {"report": stored, "predicted_ms": report.predicted_ms}
 
 
+COMMANDS: dict[str, Any] = {
+    "planted": planted,
+    "speed": speed,
+    "pretraining": pretraining,
+}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs an experiment and writes its rows, each as soon as it is there."""
     parser = argparse.ArgumentParser(prog="experiments.choice")
     commands = parser.add_subparsers(dest="command", required=True)
-    of = {name: commands.add_parser(name) for name in ("planted", "speed")}
+    of = {name: commands.add_parser(name) for name in COMMANDS}
+    of["pretraining"].add_argument("--data", type=Path, required=True)
     for field in dataclasses.fields(Sizes):
         kind: Any = type(field.default)
         of["planted"].add_argument(f"--{field.name}", type=kind, default=field.default)
@@ -194,7 +223,9 @@ def main(argv: list[str] | None = None) -> None:
         command.add_argument("--out", type=Path, required=True)
     asked = vars(parser.parse_args(argv))
     name, out = asked.pop("command"), asked.pop("out")
-    rows = planted(Sizes(**asked)) if name == "planted" else speed()
+    if name == "planted":
+        asked = {"sizes": Sizes(**asked)}
+    rows = COMMANDS[name](**asked)
     result_files.save_rows(rows, out)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import shutil
 import statistics
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,14 @@ def _run(
         experiment.results / stage / f"{name}.json",
         **more,
     )
+
+
+def figures(config: Config) -> dict[str, Any]:
+    """Trains in a folder that is deleted, and returns what `write` would write."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(config, Path(folder, "run"), Path(folder, "result.json"))
+        do([run])
+        return result_files.read(run.result)
 
 
 def are_done(runs: Collection[Run]) -> bool:

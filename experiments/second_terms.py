@@ -56,11 +56,11 @@ def schemes() -> dict[str, Scheme]:
             f"{name}: only W, blocks": (None, block),
             f"{name}: only W, row blocks": (None, row),
         }
-        for rows in (8, 32, 64):
-            of_w = f"blocks of {rows}x{_K} of W"
-            found[f"{name}: row blocks of X, {of_w}"] = row, Operand(codes, rows)
-        of_w = Operand(codes, 128, by_row=True)
-        found[f"{name}: row blocks of X, blocks and rows of W"] = row, of_w
+        for side in (8, 32, 64):
+            of_w = f"blocks of {side}x{_K} of W"
+            found[f"{name}: row blocks of X, {of_w}"] = row, Operand(codes, side)
+        rows = Operand(codes, 128, by_row=True)
+        found[f"{name}: row blocks of X, blocks and rows of W"] = row, rows
         for rate in (0.1, 0.2, 0.3):
             term = f"second term for {rate:.0%}"
             found[f"{name}: blocks, {term}"] = with_term(block, rate=rate), block

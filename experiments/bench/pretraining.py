@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from examples.llama.config import Config
-from experiments import result_files
-from experiments.runs import Run, do
+from experiments import result_files, runs
 from experiments.settings import SEEDS
 
 RECIPES = tuple(dict.fromkeys(recipe for recipe, _ in SEEDS.parity))
@@ -41,9 +40,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         tokens = rng.integers(SEEDS.vocab_size, size=count, dtype=np.uint16)
         tokens.tofile(data / f"{part}.bin")
     options = SEEDS.pretrain | _STEPS | VARIANTS[name]
-    run = Run(Config(data=str(data), **options), folder / "run", folder / "result")
-    do([run])
-    result = result_files.read(run.result)
+    result = runs.figures(Config(data=str(data), **options))
     return {"what": name} | {key: result[key] for key in _KEPT}
 
 

@@ -32,6 +32,7 @@ def test_outliers(run):
     assert all(row["largest"] > 1 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_losses(run, monkeypatch):
     monkeypatch.setattr(recipes, "NAMED", {"block": recipes.block})
     rows = run("losses", "--sequences=4")
@@ -49,6 +50,7 @@ def test_schemes(run, monkeypatch):
     assert row["errors"]["58"] > row["errors"]["0"]
 
 
+@pytest.mark.exhaustive
 def test_tuning(run, monkeypatch):
     monkeypatch.setattr(checkpoint, "TUNED", ("bf16", "block"))
     sizes = {"seq": 16, "batch": 2, "steps": 2, "eval_every": 2}

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from examples.llama.model_config import LlamaConfig
-from experiments import choice
+from experiments import choice, result_files
 from experiments.bench import harness
 from fbq_jax import FallbackDot, recipes
 
@@ -51,3 +51,19 @@ def test_speed(monkeypatch):
     (row,) = choice.speed()
     assert row["predicted_ms"] is None  # without a GPU
     assert len(row["report"]["layers"]) == 4
+
+
+@pytest.mark.exhaustive
+def test_pretraining(monkeypatch, tmp_path):
+    small = {"hidden": 32, "ffn": 64, "layers": 1, "heads": 1, "kv_heads": 1}
+    small |= {"seq": 16, "batch": 2, "accumulate": 1, "steps": 2, "eval_every": 2}
+    monkeypatch.setattr(choice, "_STEPS", (small, small))
+    monkeypatch.setattr(choice, "_SEEDS", 1)
+    monkeypatch.setattr(choice, "CANDIDATES", ("block",))
+    (tmp_path / "text").write_bytes(bytes(range(1, 256)) * 20)
+    out = tmp_path / "out.json"
+    choice.main(["pretraining", f"--data={tmp_path / 'text'}", f"--out={out}"])
+    rows = result_files.read(out)["rows"]
+    recipes = ["bf16", "block", "auto"]
+    assert [row["recipe"] for row in rows] == recipes * 2
+    assert all(row["val_loss"]["2"] > 0 for row in rows)
