@@ -57,18 +57,18 @@ class Part(nn.Module):
     dot_general: DotGeneral | None = None
 
     @nn.nowrap
-    def op_of(self, *layers: str) -> DotGeneral | None:
-        """The op of layers inside this part; rules if it is not the same for all."""
-        if not isinstance(self.dot_general, fbq_jax.RulesDot):
-            return self.dot_general
-        paths = ("/".join((*self.path, layer)) for layer in layers)
-        ops = {self.dot_general.at(path) for path in paths}
-        return ops.pop() if len(ops) == 1 else self.dot_general
+    def _fuses(self, *layers: str) -> bool:
+        """Whether layers inside this part run fused."""
+        op = self.dot_general
+        ops = [op]
+        if isinstance(op, fbq_jax.RulesDot):
+            ops = [op.at("/".join((*self.path, layer))) for layer in layers]
+        return all(fuses(self.config, op) for op in ops)
 
     @nn.nowrap
     def dense(self, features: int, name: str, **options: Any) -> nn.Dense:
         """Returns a projection."""
-        options = {"use_bias": False, **self._options(self.dot_general), **options}
+        options = {"use_bias": False, **self._options(), **options}
         return nn.Dense(features, name=name, **options)
 
     @nn.nowrap
@@ -87,10 +87,10 @@ class Part(nn.Module):
     @nn.nowrap
     def norm_dense(self, features: int, name: str) -> nn.Module:
         """Returns a norm, ``"norm"``, and a projection, ``"dense"``, as one module."""
-        config, op = self.config, self.op_of(f"{name}/dense")
-        if not fuses(config, op):
-            return _NormDense(config, op, features, name=name)
-        options = {"use_bias": config.qkv_bias, **self._fused_options(op)}
+        config = self.config
+        if not self._fuses(f"{name}/dense"):
+            return _NormDense(config, self.dot_general, features, name=name)
+        options = {"use_bias": config.qkv_bias, **self._fused_options()}
         return fbq_jax.NormDense(features, **options, name=name)
 
     @nn.nowrap
@@ -102,22 +102,21 @@ class Part(nn.Module):
         config = self.config
         if config.num_experts is not None:
             return _Mixture(config, self.dot_general, name=name)
-        op = self.op_of(f"{name}/gate_up", f"{name}/down")
-        if not fuses(config, op):
-            return _GatedMLP(config, op, name=name)
-        size, options = config.intermediate_size, self._fused_options(op)
+        if not self._fuses(f"{name}/gate_up", f"{name}/down"):
+            return _GatedMLP(config, self.dot_general, name=name)
+        size, options = config.intermediate_size, self._fused_options()
         return fbq_jax.GatedMLP(size, **options, name=name)
 
     @nn.nowrap
-    def _options(self, op: DotGeneral | None) -> dict[str, Any]:
-        dtype = self.config.dtype
-        return {"dtype": dtype, "kernel_init": INITIALIZER, "dot_general": op}
+    def _options(self) -> dict[str, Any]:
+        options = {"dtype": self.config.dtype, "dot_general": self.dot_general}
+        return {"kernel_init": INITIALIZER, **options}
 
     @nn.nowrap
-    def _fused_options(self, op: DotGeneral | None) -> dict[str, Any]:
+    def _fused_options(self) -> dict[str, Any]:
         config = self.config
         options = {"epsilon": config.norm_eps, "bits": config.saved_bits}
-        return options | self._options(op)
+        return options | self._options()
 
 
 class _Norm(Part):

@@ -43,14 +43,15 @@ from fbq_jax.recipes.schema import Recipe
 
 
 class FusedSpec(NamedTuple):
-    """Static arguments: the GEMMs, which share one spec, and the norm.
+    """Static arguments: the GEMMs of each linear layer, and the norm.
 
     Attributes:
-      gemm: recipe, dtypes and implementation; ``lhs_dtype`` is the dtype of x.
+      layers: recipe, dtypes and implementation; layers differ in their recipes only,
+        and ``lhs_dtype`` is the dtype of x.
       norm: epsilon and bits; ``centered`` is False.
     """
 
-    gemm: Spec
+    layers: tuple[Spec, ...]
     norm: NormSpec
 
 
@@ -122,8 +123,8 @@ def norm_mlp(
       rows: how the rows of x, and those of the hidden layer, lie.
 
     Returns:
-      ``[B, M, N]`` or ``[B, G, R, N]`` in ``spec.gemm.dtype``, and the stats of each
-      GEMM.
+      ``[B, M, N]`` or ``[B, G, R, N]`` in the dtype of the layers, and the stats of
+      each GEMM.
     """
     args = x, norm_scale, weights, codes, scalars, rows
     return _norm_mlp(spec, *args, save=False)[0]
@@ -140,7 +141,7 @@ def _norm_mlp(
     *,
     save: bool = True,
 ) -> tuple[tuple[jax.Array, tuple[Stats, ...]], _SavedMLP]:
-    gemm, bits, saved_norm = spec.gemm, spec.norm.bits, None
+    gemm, bits, saved_norm = spec.layers[0], spec.norm.bits, None
     if norm_scale is None:
         (y, stats), saved = gemms.matmul_fwd(
             gemm, x, weights[0], scalars[0], codes[0], rows[0], save=save
@@ -157,7 +158,7 @@ def _norm_mlp(
     if len(weights) == 1:
         return (y, (stats,)), _SavedMLP(saved_norm, saved)
     y, down_stats, factors, saved_down = _multiply_gated(
-        gemm,
+        spec.layers[1],
         y,
         weights[1],
         codes[1],
@@ -254,14 +255,14 @@ def _norm_mlp_bwd(
     cotangents: tuple[jax.Array, tuple[Stats, ...]],
 ) -> tuple[Any, ...]:
     dy, _ = cotangents
-    gemm = spec.gemm
+    gemm = spec.layers[0]
     assert saved.up is not None
     dw_down: list[jax.Array | None] = []
     if saved.down is None or saved.gate is None:
         grad = gemms.quantize_cotangent(gemm, saved.up, dy)
     else:
         grad, *dw_down = _gated_bwd(
-            gemm,
+            spec.layers,
             saved.up,
             saved.gate,
             saved.down,
@@ -279,7 +280,7 @@ def _norm_mlp_bwd(
 
 
 def _gated_bwd(
-    gemm: Spec,
+    layers: tuple[Spec, ...],
     up: SavedMatmul,
     gate: Packed,
     down: SavedMatmul,
@@ -291,7 +292,7 @@ def _gated_bwd(
     """The backward pass of ``_multiply_gated``.
 
     Args:
-      gemm: static arguments.
+      layers: static arguments of the GEMMs before and after the gate.
       up: the residuals of the GEMM whose output is gate and up.
       gate: the residuals of the gate.
       down: the residuals of the GEMM after the gate.
@@ -303,13 +304,14 @@ def _gated_bwd(
       The quantized gradient of gate and up, as the GEMMs before the gate read it, and
       dW of the GEMM after the gate; None in a frozen layer.
     """
-    grad = gemms.quantize_cotangent(gemm, down, dy)
-    dhidden, dw = gemms.backward(gemm, down, grad)
+    before, after = layers
+    grad = gemms.quantize_cotangent(after, down, dy)
+    dhidden, dw = gemms.backward(after, down, grad)
     values, row_counts, indices = up.rows.stack(dhidden)
     seeds = seeds_of(gemms.grad_seed(up, dy), GRAD_STREAM, indices)
     source = GateGrad(values, gate, row_counts, bits, interleaved)
-    plan = gemm.grad(frozen=up.lhs is None)
-    quantized = quantize_in_layouts(gemm, source, seeds, plan)
+    plan = before.grad(frozen=up.lhs is None)
+    quantized = quantize_in_layouts(before, source, seeds, plan)
     return up.rows.unstack(quantized), dw
 
 

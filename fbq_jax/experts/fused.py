@@ -75,7 +75,7 @@ def fused_experts(
     nonlinear.check_bits(bits)
     dtype = output_dtype(x, gate_up.weight, None, None)
     gemm = Spec(config.recipe, dtype, dtype, dtype, config.implementation)
-    spec = FusedSpec(gemm, NormSpec(False, 0.0, bits))  # there is no norm
+    spec = FusedSpec((gemm, gemm), NormSpec(False, 0.0, bits))  # there is no norm
     weights = tuple(None if layer.is_frozen else layer.weight for layer in layers)
     codes = tuple(layer.codes for layer in layers)
     x, weights, codes, rows = as_varying((x, weights, codes, rows))

@@ -17,6 +17,7 @@ from fbq_jax.core.nonlinear import NormSpec
 from fbq_jax.kernels import layer_sources
 from fbq_jax.kernels.quantized import Layouts
 from fbq_jax.linen.dot import FallbackDot, fallback_dot
+from fbq_jax.linen.rules import RulesDot
 from fbq_jax.recipes.presets import describe_recipe
 from fbq_jax.recipes.schema import check_no_recipe
 from fbq_jax.sharding.mesh_axes import as_varying, run_over_auto_axes
@@ -39,10 +40,10 @@ class NormDense(nn.Module):
       dot_general: sets the recipe, the collection of the state and the implementation.
 
     Raises:
-      TypeError: ``dot_general`` is not a ``FallbackDot``, or the dtype of the
-        computation is not bfloat16, float16 or float32.
-      ValueError: the recipe cannot be fused (``fbq_jax.fuses``), or ``bits`` is out of
-        range.
+      TypeError: ``dot_general`` is neither a ``FallbackDot`` nor a ``RulesDot``, or the
+        dtype of the computation is not bfloat16, float16 or float32.
+      ValueError: the recipe cannot be fused (``fbq_jax.fuses``), rules have none, or
+        ``bits`` is out of range.
 
     >>> layer = NormDense(8)
     >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 16)))
@@ -57,15 +58,15 @@ class NormDense(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
-    dot_general: FallbackDot = fallback_dot
+    dot_general: FallbackDot | RulesDot = fallback_dot
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., K]`` to ``[..., N]``."""
         x = x.astype(self.dtype or x.dtype)
-        _check(self, x)
+        nonlinear.check_operands(self.bits, x=x)
         norm_scale = _Scale(self.param_dtype, name="norm")(x.shape[-1])
-        dot, bias = _Projection(
+        op, dot, bias = _Projection(
             self.param_dtype,
             self.kernel_init,
             self.dot_general,
@@ -74,7 +75,7 @@ class NormDense(nn.Module):
         )(x, x.shape[-1], self.features)
         contract_last = ((x.ndim - 1,), (0,)), ((), ())
         out = DotArguments(contract_last).output(x, dot.weight)
-        y = _run(self, x, norm_scale, [dot], out)
+        y = _run(self, x, norm_scale, [(op, dot)], out)
         if bias is None:
             return y
         return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
@@ -93,13 +94,14 @@ class GatedMLP(nn.Module):
       dtype: dtype of the computation and the output; None takes the input's.
       param_dtype: dtype of the parameters.
       kernel_init: the kernels' initializer.
-      dot_general: sets the recipe, the collection of the state and the implementation.
+      dot_general: sets the recipe, the collection of the state and the implementation;
+        rules may set another recipe for ``down`` than for ``gate_up``.
 
     Raises:
-      TypeError: ``dot_general`` is not a ``FallbackDot``, or the dtype of the
-        computation is not bfloat16, float16 or float32.
-      ValueError: the recipe cannot be fused (``fbq_jax.fuses``), or ``bits`` is out of
-        range.
+      TypeError: ``dot_general`` is neither a ``FallbackDot`` nor a ``RulesDot``, or the
+        dtype of the computation is not bfloat16, float16 or float32.
+      ValueError: a recipe cannot be fused (``fbq_jax.fuses``), rules have none, or
+        ``bits`` is out of range.
 
     >>> layer = GatedMLP(24)
     >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 16)))
@@ -114,20 +116,20 @@ class GatedMLP(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
-    dot_general: FallbackDot = fallback_dot
+    dot_general: FallbackDot | RulesDot = fallback_dot
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., K]`` to the same shape."""
         x = x.astype(self.dtype or x.dtype)
-        _check(self, x)
+        nonlinear.check_operands(self.bits, x=x)
         size = x.shape[-1]
         norm_scale = _Scale(self.param_dtype, name="norm")(size)
         shapes = {"gate_up": (size, 2, self.hidden), "down": (self.hidden, size)}
         projections = [
             _Projection(
                 self.param_dtype, self.kernel_init, self.dot_general, name=name
-            )(x, *shape)[0]
+            )(x, *shape)[:2]
             for name, shape in shapes.items()
         ]
         return _run(self, x, norm_scale, projections, jax.typeof(x))
@@ -149,13 +151,15 @@ class _Projection(nn.Module):
 
     param_dtype: Any
     kernel_init: Initializer
-    dot_general: FallbackDot
+    dot_general: FallbackDot | RulesDot
     use_bias: bool = False
 
     @nn.compact
     def __call__(
         self, x: jax.Array, size: int, *features: int
-    ) -> tuple[LayerDot, jax.Array | None]:
+    ) -> tuple[FallbackDot, LayerDot, jax.Array | None]:
+        op = self._op(size, *features)
+
         def init(key: jax.Array) -> jax.Array:
             shape = size, math.prod(features)
             kernel = self.kernel_init(key, shape, self.param_dtype)
@@ -166,24 +170,49 @@ class _Projection(nn.Module):
             zeros = nn.initializers.zeros
             bias = self.param("bias", zeros, features, self.param_dtype)
         # In training each device joins its shards of gate and up, inside ``_run``.
-        dot = self.dot_general.layer_dot(x, kernel, _MATRICES, as_matrix=_as_matrix)
+        dot = op.layer_dot(x, kernel, _MATRICES, as_matrix=_as_matrix)
         assert dot is not None
-        return dot, bias
+        return op, dot, bias
+
+    def _op(self, *shape: int) -> FallbackDot:
+        """The op of this layer; raises the errors that the fused modules document."""
+        op = self.dot_general
+        check_no_recipe(op)
+        if isinstance(op, RulesDot):
+            if (found := op.of_layer(shape)) is None:
+                path = "/".join(self.path)
+                raise ValueError(
+                    f"a fused layer takes a recipe; rules have none: {path}"
+                )
+            op = found
+        if not isinstance(op, FallbackDot):
+            raise TypeError(f"a fused layer takes a FallbackDot; got {op!r}")
+        if not fused_layers.fuses(op.recipe):
+            raise ValueError(
+                "a fused layer takes a recipe with INT8 block scales in all three "
+                "GEMMs, or scales='row_block' for the lhs of each, nearest rounding in "
+                f"fwd.lhs and where_slower='quantize'; got {describe_recipe(op.recipe)}"
+            )
+        return op
 
 
 def _run(
     module: NormDense | GatedMLP,
     x: jax.Array,
     norm_scale: jax.Array,
-    layers: Sequence[LayerDot],
+    projections: Sequence[tuple[FallbackDot, LayerDot]],
     out: jax.core.ShapedArray,
 ) -> jax.Array:
     """Computes a fused module and updates the state of each of its linear layers."""
-    op, dtype = module.dot_general, x.dtype
+    ops, layers = zip(*projections, strict=True)
+    dtype = x.dtype
     spec = FusedSpec(
-        Spec(op.recipe, dtype, dtype, dtype, op.implementation),
+        tuple(Spec(op.recipe, dtype, dtype, dtype, op.implementation) for op in ops),
         NormSpec(False, module.epsilon, module.bits),
     )
+    # Rows in two axes are for recipes with scales per block.
+    shapes = [row_shape(x.shape[:-1], op.recipe) for op in ops]
+    shape = min(shapes, key=len)
 
     def compute(
         x: jax.Array,
@@ -192,7 +221,7 @@ def _run(
         codes: tuple[Layouts | None, ...],
         scalars: tuple[threshold.Scalars, ...],
     ) -> tuple[jax.Array, Sequence[threshold.Stats]]:
-        rows = x.reshape(1, *row_shape(x.shape[:-1], op.recipe), x.shape[-1])
+        rows = x.reshape(1, *shape, x.shape[-1])
         weights = tuple(w if w is None else _as_matrix(w)[None] for w in kernels)
         operands = as_varying((rows, norm_scale, weights, codes))
         own = tuple(one.on_device(operands[0]) for one in scalars)
@@ -219,18 +248,3 @@ def _as_matrix(kernel: jax.Array) -> jax.Array:
     if kernel.ndim == 2:
         return kernel
     return layer_sources.join_gate_up(kernel[:, 0], kernel[:, 1])
-
-
-def _check(module: NormDense | GatedMLP, x: jax.Array) -> None:
-    """Raises the errors that the fused modules document."""
-    dot = module.dot_general
-    check_no_recipe(dot)
-    if not isinstance(dot, FallbackDot):
-        raise TypeError(f"a fused layer takes a FallbackDot; got {dot!r}")
-    if not fused_layers.fuses(dot.recipe):
-        raise ValueError(
-            "a fused layer takes a recipe with INT8 block scales in all three GEMMs, "
-            "or scales='row_block' for the lhs of each, nearest rounding in fwd.lhs "
-            f"and where_slower='quantize'; got {describe_recipe(dot.recipe)}"
-        )
-    nonlinear.check_operands(module.bits, x=x)

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from examples.llama import build, choosing, mesh, metrics, train
 from examples.llama.config import Config, read_recipe
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
-from fbq_jax import FallbackDot, recipes
+from fbq_jax import FallbackDot, GatedMLP, NormDense, recipes
 from fbq_jax.choice import ChoiceReport
 from tests.examples.small import small_config
 
@@ -38,6 +39,18 @@ def test_one_rule_for_all_layers_is_the_recipe():
     """Norms, gates and projections run fused, too."""
     rules, recipe = read_recipe(".*=fallback"), FallbackDot(recipes.fallback)
     jax.tree.map(np.testing.assert_array_equal, outputs(rules), outputs(recipe))
+
+
+def test_layers_of_a_gated_mlp_run_fused_by_two_recipes():
+    running = set()
+
+    def intercept(method, args, kwargs, context):
+        running.add(type(context.module))
+        return method(*args, **kwargs)
+
+    with nn.intercept_methods(intercept):
+        outputs(read_recipe(".*/down=row_block_lhs,.*=block"))
+    assert {GatedMLP, NormDense} <= running
 
 
 def test_rules_give_each_layer_its_recipe():

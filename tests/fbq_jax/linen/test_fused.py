@@ -13,6 +13,7 @@ from fbq_jax import (
     GatedMLP,
     NormDense,
     RMSNorm,
+    RulesDot,
     fallback_stats,
     nonlinear,
     recipes,
@@ -25,6 +26,7 @@ from tests.kernels.quantize_cases import heavy
 from tests.marks import rows_with_first_fast
 
 TOKENS, K, F, N = 35, 160, 96, 64
+MIXED = {"gate_up": recipes.block, "down": recipes.row_block_lhs}
 
 
 class Unfused(nn.Module):
@@ -76,6 +78,7 @@ def with_theta(variables, collection, theta):
             (F, recipes.row_block_lhs, None, "fallback"),
             (F, recipes.row_block, None, "fallback"),
             (F, recipes.fp8_row_block_lhs, None, "fallback"),
+            (F, MIXED, None, "fallback"),
         ]
     ),
 )
@@ -84,7 +87,8 @@ def test_fused_modules_equal_the_layers_in_sequence(hidden, recipe, theta, colle
 
     ``theta`` is None where the first step sets the thresholds.
     """
-    dot, features = FallbackDot(recipe, collection), K if hidden else N
+    is_recipe, features = isinstance(recipe, Recipe), K if hidden else N
+    dot = FallbackDot(recipe, collection) if is_recipe else RulesDot(recipe)
     module = GatedMLP(F, dot_general=dot) if hidden else NormDense(N, dot_general=dot)
     unfused = Unfused(features, hidden, dot)
     x = heavy((2, TOKENS, K))
@@ -105,14 +109,14 @@ def test_fused_modules_equal_the_layers_in_sequence(hidden, recipe, theta, colle
     stats = fallback_stats(state, collection)
     assert len(stats) == (2 if hidden else 1)
     assert all(s.count == 1 for s in stats.values())
-    if recipe.criterion is not None:
+    if is_recipe and recipe.criterion is not None:
         assert all(0.0 < s.rate < 1.0 for s in stats.values())
 
 
 def test_saved_floats_are_only_scales_and_statistics():
     dtype = jnp.bfloat16
     gemm = Spec(Recipe(block=(32, 128, 64)), dtype, dtype, dtype, None)
-    spec = fused_layers.FusedSpec(gemm, NormSpec(False, 1e-5, 10))
+    spec = fused_layers.FusedSpec((gemm, gemm), NormSpec(False, 1e-5, 10))
     scalars = tuple(
         threshold.Scalars(jnp.float32(1.0), jnp.uint32(seed)) for seed in (5, 6)
     )
@@ -137,12 +141,14 @@ def test_saved_floats_are_only_scales_and_statistics():
 
 
 ROWWISE_BACKWARD = FallbackDot(recipes.fallback_rowwise_bwd)
+NOT_DOWN = RulesDot({"gate_up": recipes.block})
 
 
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
         (NormDense(8, dot_general=ROWWISE_BACKWARD), "takes .* INT8 block scales in "),
+        (GatedMLP(8, dot_general=NOT_DOWN), "takes a recipe; rules have none: down"),
         # A kernel as integers would be zeros.
         (NormDense(8), "x is int32; this layer takes bfloat16"),
         (GatedMLP(8, dtype="float8_e4m3fn"), "x is float8_e4m3fn; this layer takes"),
