@@ -24,9 +24,9 @@ import numpy as np
 from examples.llama import choosing, hf
 from examples.llama.config import Config
 from examples.llama.data import load_corpus
+from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.step import cross_entropy
 from experiments import result_files, runs, second_terms
 from experiments.studies.operands import operands
 from fbq_jax import FallbackDot, RulesDot, recipes

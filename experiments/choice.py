@@ -28,10 +28,10 @@ import fbq_jax
 from examples.llama import choosing
 from examples.llama.config import AUTO, Config
 from examples.llama.data import batches, load_corpus
+from examples.llama.loss import cross_entropy
 from examples.llama.model import Layer, Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import Part
-from examples.llama.step import cross_entropy
 from experiments import result_files, runs
 from experiments.bench import harness
 from experiments.settings import FULL, LARGER

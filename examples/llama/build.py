@@ -59,6 +59,7 @@ def with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
         unroll=config.unroll,
         saved_bits=saved_bits or None,
         invariant=config.invariant,
+        quantize_head=config.quantize_head,
     )
     return Llama(sizes, dot_general)
 
@@ -112,7 +113,7 @@ def load(folder: Path, weights: str | None = None) -> Trained:
         raise UserError(f"{folder} has {config.recipe}: codes take an INT8 recipe")
     state = last_state(config, folder)
     if weights == "floats":
-        sizes = dataclasses.replace(sizes, invariant=False)
+        sizes = dataclasses.replace(sizes, invariant=False, quantize_head=False)
         return _in_floats(Llama(sizes), {"params": state.params}, codec)
     if not quantized:
         return _in_floats(model, state.variables(), codec)

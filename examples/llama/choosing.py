@@ -13,7 +13,6 @@ from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.errors import UserError, writing
 from examples.llama.model import Llama
-from examples.llama.step import cross_entropy
 from fbq_jax import choose_recipes
 from fbq_jax.choice import ChoiceReport
 
@@ -25,8 +24,7 @@ class _Loss(Llama):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> Any:  # type: ignore[override]
-        logits: Any = super().__call__(tokens[:, :-1])
-        return cross_entropy(logits, tokens[:, 1:])
+        return super().__call__(tokens[:, :-1], targets=tokens[:, 1:])
 
 
 def choose(model: Llama, params: Any, tokens: jax.Array) -> ChoiceReport:

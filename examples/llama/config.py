@@ -99,6 +99,9 @@ class Config:
         "decoding, at any batch; the head is quantized, too; takes a batch-invariant "
         "recipe, such as rowwise",
     )
+    quantize_head: bool = option(
+        False, "multiply by the head as by the projections, too, not in bfloat16"
+    )
     batch: Size = option(8, "sequences per step")
     accumulate: Size = option(1, "microbatches per step")
     seq: Size = option(256, "tokens per sequence")
@@ -165,6 +168,9 @@ class Config:
         if self.optimizer_codes and not is_quantized and self.recipe != AUTO:
             got = f"got {self.recipe}"
             raise UserError(f"optimizer_codes applies to INT8 recipes only, {got}")
+        if self.quantize_head and not isinstance(dot_general, FallbackDot):
+            takes = "a recipe of INT8 or FP8 blocks or rows"
+            raise UserError(f"quantize_head takes {takes}, got {self.recipe}")
         if experts and self.recipe == AUTO:
             raise UserError("auto measures no experts: set --recipe to rules")
         if experts and isinstance(dot_general, Fp8Dot):

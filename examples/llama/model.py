@@ -27,13 +27,14 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import DenyList
 from jax import lax
 
 import fbq_jax
-from examples.llama import attention, invariant, rotary
+from examples.llama import attention, invariant, loss, rotary
 from examples.llama.mesh import constrain
 from examples.llama.model_config import LlamaConfig
-from examples.llama.projections import INITIALIZER, Part
+from examples.llama.projections import INITIALIZER, DotGeneral, Part
 from examples.llama.rotary import Tables
 
 # The collections that have an axis of layers: "_overwrite_with_gradient" is Flax's, for
@@ -172,27 +173,31 @@ class Llama(Part):
     ``dot_general`` computes the four projections of each layer: qkv, out, gate_up and
     down; None means ``jax.lax.dot_general``. Its state in the collection "fallback" is
     stacked over the layers along the first axis. The embedding never uses it,
-    and the head only with ``config.invariant``; they stay in ``config.dtype``. A router
-    of experts computes in float32.
+    and the head only with ``config.quantize_head`` or ``config.invariant``; they stay
+    in ``config.dtype``. A router of experts computes in float32.
     """
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, cache: KVCache | None = None
+        self,
+        tokens: jax.Array,
+        cache: KVCache | None = None,
+        targets: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Predicts the next token at every position, or after the last one.
 
         Args:
             tokens: Integers [B, S] below ``vocab_size``; others are a ValueError.
             cache: The tokens before these; it has room for S more.
+            targets: The next tokens, [B, S], without a cache.
 
         Returns:
             Logits, float32 [B, S, vocab_size]. With a cache, the logits after the last
-            token, float32 [B, 1, vocab_size], and the cache with these tokens.
+            token, float32 [B, 1, vocab_size], and the cache with these tokens. With
+            targets, their mean cross-entropy in nats, float32 []; sequences whose
+            logits would take too much memory are divided into chunks.
         """
-        config, dot_general = self.config, self.dot_general
-        if config.invariant:
-            dot_general = invariant.checked(dot_general)
+        config, dot_general = self.config, self._op()
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             got = f"{tokens.dtype} {tokens.shape}"
             raise ValueError(f"tokens takes integers [B, S], got {got}")
@@ -238,13 +243,31 @@ class Llama(Part):
         x, cached = layers(x, tables, kinds, cached, start)
 
         x = self.norm("norm")(x if cache is None else x[:, -1:])
-        dot_general = dot_general if config.invariant else None
-        if config.tie_embeddings:
-            tied_head = TiedHead(config, dot_general, name="lm_head")
-            logits = tied_head(x, embed.embedding)
+        table = embed.embedding if config.tie_embeddings else None
+        if targets is not None:
+            return self._loss(x, targets, table)
+        logits = self._logits(x, table)
+        if cache is None:
+            return logits
+        assert cached is not None
+        keys, values = cached
+        return logits, KVCache(keys, values, cache.length + length)
+
+    @nn.nowrap
+    def _op(self) -> DotGeneral | None:
+        """The op of the projections."""
+        op = self.dot_general
+        return invariant.checked(op) if self.config.invariant else op
+
+    @nn.nowrap
+    def _logits(self, x: jax.Array, table: jax.Array | None) -> jax.Array:
+        """The logits after the last norm, by the embedding's table if it is shared."""
+        config = self.config
+        op = self._op() if config.quantize_head or config.invariant else None
+        if table is not None:
+            logits = TiedHead(config, op, name="lm_head")(x, table)
         else:
-            head = self.dense(config.vocab_size, "lm_head", dot_general=dot_general)
-            logits = head(x)
+            logits = self.dense(config.vocab_size, "lm_head", dot_general=op)(x)
         logits = (invariant.exact if config.invariant else jnp.float32)(logits)
         if (cap := config.logit_softcap) is not None:
 
@@ -253,8 +276,30 @@ class Llama(Part):
 
             is_kernel = config.invariant
             logits = invariant.pointwise(soft, logits) if is_kernel else soft(logits)
-        if cache is None:
-            return logits
-        assert cached is not None
-        keys, values = cached
-        return logits, KVCache(keys, values, cache.length + length)
+        return logits
+
+    @nn.nowrap
+    def _loss(
+        self, x: jax.Array, targets: jax.Array, table: jax.Array | None
+    ) -> jax.Array:
+        """The mean cross-entropy of targets [B, S] after the last norm."""
+        batch, length = targets.shape
+        count = loss.chunks(batch, length, self.config.vocab_size)
+        if count == 1:
+            return loss.cross_entropy(self._logits(x, table), targets)
+
+        def add(
+            model: Llama, total: jax.Array, chunk: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, None]:
+            x, targets = chunk
+            return total + loss.cross_entropy(model._logits(x, table), targets), None
+
+        chunks = loss.in_chunks(x, count), loss.in_chunks(targets, count)
+        moves = self.is_mutable_collection("fallback")
+        total, _ = nn.scan(
+            nn.remat(add, prevent_cse=False),
+            variable_broadcast=DenyList("fallback" if moves else ()),
+            variable_carry="fallback" if moves else False,
+            split_rngs={"params": True},
+        )(self, jnp.float32(0), chunks)
+        return total / count

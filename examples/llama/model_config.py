@@ -89,6 +89,8 @@ class LlamaConfig:
     # The bits of a token's logits do not depend on the batch, and are those of decoding
     # with a cache; the head is quantized, too. For batch-invariant recipes.
     invariant: bool = False
+    # Whether the head multiplies as the projections do.
+    quantize_head: bool = False
 
     def __post_init__(self) -> None:
         fields.check(self)

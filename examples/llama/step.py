@@ -140,16 +140,6 @@ def add_codes(model: Llama, optimizer: Optimizer, state: TrainState) -> TrainSta
     return dataclasses.replace(state, codes=make(state.variables()))
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats per token, float32 [], of float32 logits [B, S, V]."""
-    # The gradient of optax's loss for integer labels is a scatter into float32 logits.
-    # On a GPU, that of a masked sum takes one pass, which reads the head's logits and
-    # writes their gradient, both in bfloat16.
-    is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
-    target_logits = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target_logits)
-
-
 @functools.lru_cache(maxsize=4)
 def make_train_step(
     model: Llama, optimizer: Optimizer, schedule: optax.Schedule
@@ -235,8 +225,9 @@ def _loss(
     if model.config.num_experts is not None:
         mutable += ["expert_stats", "losses", "intermediates"]
     variables = {**differentiated, **others}
-    logits, updates = model.apply(variables, tokens[:, :-1], mutable=mutable)
-    loss = cross_entropy(logits, tokens[:, 1:])
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    loss: Any
+    loss, updates = model.apply(variables, inputs, targets=targets, mutable=mutable)
     added, measured = _expert_metrics(model.config, updates)
     measured["loss"] = loss
     return loss + added, (updates.get("fallback", {}), measured)
@@ -286,5 +277,5 @@ def evaluate(model: Llama, state: TrainState, data: Sequence[Any]) -> float:
 @partial(jax.jit, static_argnums=0)
 def _val_loss(model: Llama, variables: PyTree, tokens: jax.Array) -> jax.Array:
     # Nothing is mutable, so the thresholds do not change.
-    logits: Any = model.apply(variables, tokens[:, :-1])
-    return cross_entropy(logits, tokens[:, 1:])
+    loss: Any = model.apply(variables, tokens[:, :-1], targets=tokens[:, 1:])
+    return loss

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
-from examples.llama.step import EVAL_BATCHES, PyTree, cross_entropy
+from examples.llama.step import EVAL_BATCHES, PyTree
 from experiments.studies import emulate
 from experiments.studies.emulate import Bits
 from experiments.studies.subject import Subject, cosine_distance

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 
+from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
-from examples.llama.step import PyTree, cross_entropy
+from examples.llama.step import PyTree
 
 PROJECTIONS = {
     "qkv": ("attention", "qkv", "dense"),

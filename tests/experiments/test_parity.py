@@ -10,10 +10,10 @@ import pytest
 
 from examples.llama.config import RECIPES, Config
 from examples.llama.data import batches, load_corpus
+from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
 from examples.llama.step import (
     EVAL_BATCHES,
-    cross_entropy,
     init_state,
     make_optimizer,
     make_train_step,

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
-from examples.llama.step import cross_entropy
 from experiments import models
 from experiments.studies import emulate, of_inputs, of_models
 from experiments.studies.emulate import Bits
