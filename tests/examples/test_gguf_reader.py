@@ -6,6 +6,7 @@ import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from examples.llama import generate, hf, train
 from examples.llama.hf.families import FAMILIES
@@ -199,6 +200,27 @@ def test_files_that_are_not_whole_are_named(tmp_path):
         hf.load(tmp_path / "b.gguf")
 
 
+def test_the_byte_order_of_another_machine_is_named(tmp_path):
+    big = gguf.GGUFEndian.BIG
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama", endianess=big)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(hf.CheckpointError, match="byte order is that of another"):
+        hf.load(tmp_path / "a.gguf")
+
+
+def test_entries_have_the_defaults_of_llama_cpp(tmp_path):
+    config, _ = write(tmp_path / "a.gguf", head_dim=16, num_kv_heads=4)
+    keys = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    keys += ("vocab_size", "rope.dimension_count", "rope.freq_base")
+    missing = {f"llama.{key}": None for key in keys}
+    given = {"llama.expert_count": 0, "llama.rope.scaling.finetuned": 1}
+    file = rewrite(tmp_path / "a.gguf", tmp_path / "b.gguf", **missing, **given)
+    assert dataclasses.replace(hf.load(file)[0], dtype=jnp.float32) == config
+
+
 def test_llama_3_needs_no_entry_for_its_scaling(tmp_path):
     scaling = dataclasses.replace(LLAMA3, original_max_position_embeddings=8192)
     sizes = {"rope_scaling": scaling, "rope_theta": 500000.0}
@@ -208,9 +230,17 @@ def test_llama_3_needs_no_entry_for_its_scaling(tmp_path):
     assert found.rope_scaling == scaling
 
 
+def without_prefix():
+    """A tokenizer such as Gemma's, which puts no space before a text."""
+    tokenizer = sentencepiece()
+    tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    return tokenizer
+
+
 def with_tokenizer(tmp_path, name):
     """A file with this tokenizer, and the tokenizer."""
     others = {"sentencepiece": sentencepiece, "bytes": byte_tokenizer}
+    others["no prefix"] = without_prefix
     tokenizer = others[name]() if name in others else splitting(name)
     like = source(tmp_path / "like", small_config(**SIZES, **EXACT), "llama", tokenizer)
     write(tmp_path / "a.gguf", like=like)
@@ -218,7 +248,7 @@ def with_tokenizer(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", [*gguf_tokenizer._SPLITS.values(), "sentencepiece", "bytes"]
+    "name", [*gguf_tokenizer._SPLITS.values(), "sentencepiece", "no prefix", "bytes"]
 )
 def test_a_tokenizer_is_read(tmp_path, name):
     file, tokenizer = with_tokenizer(tmp_path, name)
@@ -229,7 +259,7 @@ def test_a_tokenizer_is_read(tmp_path, name):
         for text in TEXT:
             ids = loaded.backend_tokenizer.encode(text).ids
             assert ids == tokenizer.encode(text).ids, text
-            if name != "sentencepiece":  # which has no decoder
+            if tokenizer.decoder is not None:
                 assert loaded.backend_tokenizer.decode(ids) == tokenizer.decode(ids)
         assert loaded.chat_template == "{{ 'a' }}"
         assert (loaded.bos_token, loaded.eos_token) == ("<s>", "</s>")
