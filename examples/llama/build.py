@@ -30,7 +30,7 @@ def build(config: Config) -> tuple[Llama, PyTree | None, Corpus]:
     tokenizer = hf.load_tokenizer(folder) if is_text else None
     if is_text and tokenizer is None:
         raise UserError(
-            f"{folder} has no tokenizer.json to read text with: set --data to token ids"
+            f"{folder} has no tokenizer to read text with: set --data to token ids"
         )
     corpus = load_corpus(data, tokenizer)
     corpus.check_fits(sizes.vocab_size)
@@ -84,7 +84,7 @@ class Trained(NamedTuple):
 
 
 def load(folder: Path, weights: str | None = None) -> Trained:
-    """Loads the latest checkpoint of a run, or a model in Hugging Face's format.
+    """Loads the latest checkpoint of a run, or a model that `hf.load` reads.
 
     ``weights`` "codes" multiplies by the INT8 codes of ``fbq_jax.freeze``, "floats" by
     weights in the model's dtype. None takes codes of a run with an INT8 recipe, and

@@ -53,7 +53,7 @@ class Config:
     )
     from_hf: str | None = option(
         None,
-        "folder of a Hugging Face model (Llama, Qwen, Mistral, Mixtral, Phi-3, "
+        "folder or GGUF file of a model (Llama, Qwen, Mistral, Mixtral, Phi-3, "
         "SmolLM3, Gemma): sizes, initial weights and tokenizer",
     )
     seed: Seed = option(0, "seed of the initial weights and of the data order")

@@ -21,7 +21,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from examples.llama.errors import UserError
-from examples.llama.hf.files import load_tokenizer, named_errors, vocab_size
+from examples.llama.hf import load_tokenizer
+from examples.llama.hf.files import named_errors, vocab_size
 from examples.llama.progress import interruptible
 
 # Separates documents. Text contains no NUL byte, so 256 token ids suffice.

@@ -3,7 +3,7 @@
     python -m examples.llama.generate runs/fallback --prompt "def "
 
 The folder is that of a run, which runs with the INT8 codes of its weights, or of a
-checkpoint in Hugging Face's format. `--help` lists the options.
+checkpoint in Hugging Face's format, or a GGUF file. `--help` lists the options.
 """
 
 # ruff: noqa: RUF009  (the defaults of options are constants)
@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog, description=text)
     add = parser.add_argument
     text = "folder of a run of examples.llama.train, or of a Hugging Face model, such "
-    text += "as the exports blockwise_int8 and compressed-tensors"
+    text += "as the exports blockwise_int8 and compressed-tensors; or a GGUF file"
     add("folder", type=Path, help=text)
     add("--prompt", help="text to continue (default: standard input)")
     text = "take the prompt as a user's message, in the model's chat template"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers
 
+from examples.llama import hf
 from examples.llama.config import Config
 from examples.llama.data import SEPARATOR, token_ids_folder
 from examples.llama.errors import UserError
@@ -42,12 +43,11 @@ class Bytes:
 
 
 class TokenizerOf:
-    """Turns text into tokens and back with the tokenizer of a checkpoint's folder."""
+    """Turns text into tokens and back with the tokenizer of a checkpoint."""
 
     def __init__(self, folder: Path):
-        if (loaded := files.open_tokenizer(folder)) is None:
-            what = f"{TOKENIZER}, which turns text into tokens"
-            raise UserError(f"{folder} has no {what}")
+        if (loaded := hf.open_tokenizer(folder)) is None:
+            raise UserError(f"{folder} has no tokenizer, which turns text into tokens")
         self._folder, self._loaded = folder, loaded
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
         self.stops = self._find_stops()  # the tokens that end a text
@@ -78,7 +78,7 @@ class TokenizerOf:
         return self._tokenizer.decode(tokens)
 
     def _encode(self, text: str, **how: bool) -> Encoding:
-        with named_errors(f"{self._folder / TOKENIZER} cannot encode the prompt"):
+        with named_errors(f"{self._folder}: the tokenizer cannot encode the prompt"):
             return self._tokenizer.encode(text, **how)
 
     def _find_stops(self) -> frozenset[int]:
@@ -90,8 +90,7 @@ class TokenizerOf:
             if ids is not None:
                 got = f"a token or a list of them, got {json.dumps(ids)}"
                 raise files.CheckpointError(f"{name}: eos_token_id takes {got}")
-        end = self._loaded.eos_token_id
-        return frozenset() if end is None else frozenset({end})
+        return frozenset(files.ends(self._loaded))
 
 
 Codec = Bytes | TokenizerOf
@@ -104,7 +103,7 @@ def codec_of_run(config: Config) -> Codec:
 
 
 def _tokenizer_of(config: Config) -> Path | None:
-    """The folder with the tokenizer of a run's data; None if its tokens are bytes."""
+    """What has the tokenizer of a run's data; None if its tokens are bytes."""
     return Path(config.from_hf) if config.from_hf else token_ids_folder(config.data)
 
 
@@ -120,11 +119,17 @@ def _characters(text: str, what: str = "the prompt is not UTF-8") -> str:
 def tokenizer_source(config: Config, model: LlamaConfig) -> Iterator[Path | None]:
     """Yields what `hf.export` takes as ``like``, so that the model can read text.
 
-    It is the checkpoint that the run tunes; or a temporary folder with the tokenizer of
-    its data, which for text is that of bytes; or None if the data has none.
+    It is the checkpoint that the run tunes; or a temporary folder with what the GGUF
+    file that it tunes has beside the weights, or with the tokenizer of its data, which
+    for text is that of bytes; or None if the data has none.
     """
     folder = _tokenizer_of(config)
-    tokenizer = byte_tokenizer() if folder is None else files.load_tokenizer(folder)
+    if folder is not None and hf.is_gguf(folder):
+        with tempfile.TemporaryDirectory() as temporary:
+            hf.write_folder(folder, Path(temporary))
+            yield Path(temporary)
+        return
+    tokenizer = byte_tokenizer() if folder is None else hf.load_tokenizer(folder)
     if config.from_hf is not None or tokenizer is None:
         yield None if config.from_hf is None else folder
         return

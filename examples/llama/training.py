@@ -200,7 +200,7 @@ def _describe(run: _Run, parameters: int) -> None:
     if reason := why_not_fused(model.config, model.dot_general):
         print(f"note: {reason}")
     if config.from_hf is not None and (name := hf.quantization(config.from_hf)):
-        print(f"note: {config.from_hf} is INT8 ({name}); training starts in floats")
+        print(f"note: {config.from_hf} is in {name}; training starts in floats")
 
 
 def _latest_state(out: Path, start: TrainState) -> TrainState:

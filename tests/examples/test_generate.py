@@ -244,8 +244,8 @@ def test_what_cannot_generate_is_named(chat, tmp_path, capsys):
     (tmp_path / "gguf" / "model-Q8_0.gguf").touch()
     cases = [
         ((tmp_path / "missing", *prompt), "holds neither a run nor a model"),
-        ((tmp_path / "gguf", *prompt), "gguf holds a GGUF file, which is not read"),
-        ((FIXTURE / "llama", *prompt), "llama has no tokenizer.json"),
+        ((tmp_path / "gguf", *prompt), "gguf holds a GGUF file: give its path, "),
+        ((FIXTURE / "llama", *prompt), "llama has no tokenizer, which"),
         ((chat, *prompt, "--weights", "codes"), "runs with weights in floats"),
         ((chat, *prompt, "--temperature", -1), "temperature takes a number from 0 to"),
         ((chat, *prompt, "--top-k", -1), "top_k takes an integer from 0 to 2147483647"),

@@ -266,31 +266,32 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused(
         hf.check_exportable("gguf", model, like=like)
 
 
+# Models of each family, as changes of `SIZES`.
+MODELS = [
+    ("llama", {}),
+    ("llama", {"num_kv_heads": 4, "head_dim": 64, "tie_embeddings": True}),
+    ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500.0}),
+    ("llama", {"rope_scaling": LinearScaling(factor=4.0)}),
+    ("mistral", {"rope_scaling": YARN}),
+    ("qwen2", {"qkv_bias": True, "head_dim": 16}),
+    ("qwen3", {"qk_norm": True, "rope_scaling": YARN}),
+    ("smollm3", {"num_layers": 4, "nope_layers": (3,)}),
+    ("phi3", {"head_dim": 16}),
+    ("mixtral", EXPERTS),
+    ("qwen3_moe", EXPERTS | {"qk_norm": True, "top_k": 3}),
+    ("gemma2", SLIDING_GEMMA),
+    (
+        "gemma3_text",
+        GEMMA
+        | {"num_layers": 7, "qk_norm": True, "logit_softcap": 9.0}
+        | {"sliding_layers": (0, 1, 2, 3, 4, 6), "local_rope_theta": 500.0}
+        | {"rope_scaling": LinearScaling(factor=4.0)},
+    ),
+]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"num_kv_heads": 4, "head_dim": 64, "tie_embeddings": True}),
-        ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500.0}),
-        ("llama", {"rope_scaling": LinearScaling(factor=4.0)}),
-        ("mistral", {"rope_scaling": YARN}),
-        ("qwen2", {"qkv_bias": True, "head_dim": 16}),
-        ("qwen3", {"qk_norm": True, "rope_scaling": YARN}),
-        ("smollm3", {"num_layers": 4, "nope_layers": (3,)}),
-        ("phi3", {"head_dim": 16}),
-        ("mixtral", EXPERTS),
-        ("qwen3_moe", EXPERTS | {"qk_norm": True, "top_k": 3}),
-        ("gemma2", SLIDING_GEMMA),
-        (
-            "gemma3_text",
-            GEMMA
-            | {"num_layers": 7, "qk_norm": True, "logit_softcap": 9.0}
-            | {"sliding_layers": (0, 1, 2, 3, 4, 6), "local_rope_theta": 500.0}
-            | {"rope_scaling": LinearScaling(factor=4.0)},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes"), MODELS)
 def test_llama_cpp_computes_every_family(tmp_path, family, changes):
     xllamacpp = pytest.importorskip("xllamacpp", reason="compares with llama.cpp")
     sizes = {"vocab_size": 320, "max_seq_len": 256, "saved_bits": None}

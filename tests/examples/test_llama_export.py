@@ -278,12 +278,6 @@ def test_other_quantizations_are_named(entry):
         quantized.scheme_of({"quantization_config": entry}, Path("config.json"))
 
 
-def test_gguf_files_are_not_read(tmp_path):
-    (tmp_path / "model-Q8_0.gguf").touch()
-    with pytest.raises(hf.CheckpointError, match="holds a GGUF file, which is not"):
-        hf.load(tmp_path)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -13,6 +13,7 @@ import pytest
 from examples.llama import hf
 from tests.examples.small import random_params, small_config
 from tests.examples.test_gguf import bytewise, source
+from tests.examples.test_gguf_reader import write
 from tests.test_documents import ROOT, blocks
 
 pytestmark = pytest.mark.exhaustive
@@ -76,6 +77,9 @@ def test_training_fine_tuning_and_export(tmp_path: Path) -> None:
     (tmp_path / "chats.txt").write_text("hello world\n" * 5000)
     write_checkpoint(tmp_path / "Llama-3.2-1B", "llama")
     write_checkpoint(tmp_path / "Qwen2.5-0.5B-Instruct", "qwen2", qkv_bias=True)
+    sizes = {"hidden_size": 128, "num_layers": 1}
+    like = source(tmp_path / "like", small_config(**sizes), "llama", bytewise())
+    write(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf", like=like, **sizes)
     run("docs/guides/train-a-llama.md", tmp_path)
     assert (tmp_path / "runs/chat/gguf/model-Q8_0.gguf").is_file()
     shutil.rmtree(tmp_path / "runs/chat/gguf")

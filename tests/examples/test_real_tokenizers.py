@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.llama import data
 from examples.llama.errors import UserError
-from examples.llama.hf import load
-from examples.llama.hf.files import CheckpointError, load_tokenizer, vocab_size
+from examples.llama.hf import CheckpointError, load, load_tokenizer
+from examples.llama.hf.files import vocab_size
 from examples.llama.text import TokenizerOf, byte_tokenizer
 from tests.examples.make_hf_fixture import FIXTURE
 from tests.examples.real_tokenizers import (
@@ -109,7 +109,7 @@ def test_a_tokenizer_that_cannot_encode_is_named(tmp_path):
     processor["single"] = [{"SpecialToken": {"id": "q", "type_id": 0}}]
     stored = json.loads(byte_tokenizer().to_str()) | {"post_processor": processor}
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-    with pytest.raises(CheckpointError, match="json cannot encode the prompt: no ent"):
+    with pytest.raises(CheckpointError, match="tokenizer cannot encode the prompt: no"):
         TokenizerOf(tmp_path).encode("b")
     (tmp_path / "text").write_text("b")
     with pytest.raises(

@@ -456,7 +456,7 @@ def test_a_new_run_takes_no_files_of_another(config, run, capsys):
         ("--data=/nowhere", "/nowhere does not exist"),
         ("--from-hf=/nowhere", "/nowhere"),
         ("--from-hf=/nowhere --hidden=16", "--hidden comes from the model"),
-        (f"--from-hf={FIXTURE / 'llama'}", "llama has no tokenizer.json to read"),
+        (f"--from-hf={FIXTURE / 'llama'}", "llama has no tokenizer to read"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_written(

@@ -2,15 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
 import jax.numpy as jnp
 import numpy as np
+from tokenizers import Tokenizer
 
-from examples.llama.hf import files
+from examples.llama.hf import files, gguf_reader
 from examples.llama.hf.config_json import SPECIAL_TOKENS, family_of, from_json, to_json
 from examples.llama.hf.families import FAMILIES, Family
 from examples.llama.hf.files import CONFIG, CheckpointError, Folder
@@ -31,10 +32,11 @@ _ROWS_PER_COPY = 16
 
 
 def load(folder: Folder) -> tuple[LlamaConfig, dict[str, Any]]:
-    """Reads a checkpoint of transformers, of `save` or of `export`.
+    """Reads a checkpoint of transformers, of `save` or of `export`, or a GGUF file.
 
     The weights are float32, float16 or bfloat16, or INT8 in the formats
-    "blockwise_int8" and "compressed-tensors", which are multiplied by their scales.
+    "blockwise_int8" and "compressed-tensors", which are multiplied by their scales. In
+    a GGUF file, they are of any type that gguf dequantizes.
 
     Returns:
         The configuration, with the default ``dtype``, ``remat``, ``unroll`` and
@@ -43,17 +45,13 @@ def load(folder: Folder) -> tuple[LlamaConfig, dict[str, Any]]:
     Raises CheckpointError, which names what is damaged or not supported.
     """
     folder = Path(folder)
+    if gguf_reader.is_gguf(folder):
+        return _load_gguf(folder)
     stored, file = _read_config(folder), folder / CONFIG
     family, scheme = family_of(stored, file), scheme_of(stored, file)
     tensors = files.open_tensors(folder)
     config = from_json(stored, file, len(tensors))
-    try:
-        shapes = parameter_shapes(config)
-        flat = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
-    except (MemoryError, OverflowError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} asks for arrays that cannot be allocated: {error}"
-        ) from error
+    flat = _allocate(config, file)
     # Early checkpoints of Llama 2 also store the rotary frequencies.
     found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     quantized = {} if scheme is None else scheme.find(found)
@@ -64,27 +62,44 @@ def load(folder: Folder) -> tuple[LlamaConfig, dict[str, Any]]:
             raise CheckpointError(f"{folder}: {_HEAD} differs from {_TABLE}, {but}")
         found.remove(_HEAD)
     expected = tensor_views(config, family, flat)
-    _check_names(folder, expected, found)
+    files.check_names(folder, expected, found)
     for name in sorted(found):
         if scheme is not None and name in quantized:
-            _fill(expected[name], scheme.read(tensors, name), f"{folder}: {name}")
+            array = scheme.read(tensors, name)
+            _fill(expected[name], array, f"{folder}: {name}", CONFIG)
         else:
             tensor = tensors[name]
-            _fill(expected[name], tensor.read(), f"{tensor.file}: {name}")
+            _fill(expected[name], tensor.read(), f"{tensor.file}: {name}", CONFIG)
     return config, flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
 def is_checkpoint(folder: Folder) -> bool:
-    """Whether a folder holds a model in Hugging Face's format, or as a GGUF file."""
+    """Whether a path is that of a model in Hugging Face's format, or of a GGUF file."""
+    if gguf_reader.is_gguf(folder):
+        return True
     if not files.exists(Path(folder) / CONFIG):
         return any(Path(folder).glob("*.gguf"))
     return "model_type" in files.read_json(Path(folder) / CONFIG)
 
 
 def quantization(folder: Folder) -> str | None:
-    """The format of the INT8 weights of a checkpoint; None if they are floats."""
+    """The format of the quantized weights of a model; None if they are floats."""
+    if gguf_reader.is_gguf(folder):
+        return gguf_reader.quantization(folder)
     scheme = scheme_of(_read_config(Path(folder)), Path(folder) / CONFIG)
     return None if scheme is None else scheme.name
+
+
+def open_tokenizer(folder: Folder) -> Any:
+    """Loads the tokenizer of a model with transformers; None if it has none."""
+    reader = gguf_reader if gguf_reader.is_gguf(folder) else files
+    return reader.open_tokenizer(folder)
+
+
+def load_tokenizer(folder: Folder) -> Tokenizer | None:
+    """Returns what turns text into ids in the tokenizer of `open_tokenizer`."""
+    loaded = open_tokenizer(folder)
+    return None if loaded is None else loaded.backend_tokenizer
 
 
 def save(
@@ -110,7 +125,7 @@ def save(
     files.check_new(folder)
     flat = flax.traverse_util.flatten_dict(dict(params), sep="/")
     shapes = parameter_shapes(config)
-    _check_names("params", shapes, flat)
+    files.check_names("params", shapes, flat)
     for path, shape in shapes.items():
         if flat[path].shape != shape or flat[path].dtype != jnp.float32:
             got = f"{flat[path].dtype} {flat[path].shape}"
@@ -152,26 +167,35 @@ def config_json(config: LlamaConfig, like: Folder | None) -> tuple[Any, Family]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    if not files.exists(folder / CONFIG) and any(folder.glob("*.gguf")):
-        raise CheckpointError(
-            f"{folder} holds a GGUF file, which is not read: take another export"
-        )
+    if not files.exists(folder / CONFIG) and (found := sorted(folder.glob("*.gguf"))):
+        raise CheckpointError(f"{folder} holds a GGUF file: give its path, {found[0]}")
     return files.read_json(folder / CONFIG)
 
 
-def _fill(view: TensorView, tensor: np.ndarray, name: str) -> None:
-    """Copies a tensor into its view."""
+def _load_gguf(file: Path) -> tuple[LlamaConfig, dict[str, Any]]:
+    config, family = gguf_reader.read_config(file)
+    flat = _allocate(config, file)
+    views = tensor_views(config, family, flat)
+    for name, stored, array in gguf_reader.read_tensors(file, config, family, views):
+        _fill(views[name], array, f"{file}: {stored}", "its metadata")
+    return config, flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+def _allocate(config: LlamaConfig, file: Path) -> dict[str, np.ndarray]:
+    try:
+        shapes = parameter_shapes(config)
+        return {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
+    except (MemoryError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} asks for arrays that cannot be allocated: {error}"
+        ) from error
+
+
+def _fill(view: TensorView, tensor: np.ndarray, name: str, source: str) -> None:
+    """Copies a tensor into its view, whose shape is that of the source."""
     if (found := tensor.shape) != (asked := view.shape):
-        raise CheckpointError(f"{name} has shape {found}, {CONFIG} asks for {asked}")
+        raise CheckpointError(f"{name} has shape {found}, {source} asks for {asked}")
     for part, piece in zip(view.parts, view.split(tensor), strict=True):
         for start in range(0, part.shape[-2], _ROWS_PER_COPY):
             rows = slice(start, start + _ROWS_PER_COPY)
             part[..., rows, :] = piece[..., rows, :]
-
-
-def _check_names(where: object, expected: Iterable[str], found: Iterable[str]) -> None:
-    missing, extra = set(expected) - set(found), set(found) - set(expected)
-    for problem, names in ("lacks", missing), ("has the unexpected", extra):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise CheckpointError(f"{where} {problem} {min(names)}{more}")

@@ -58,7 +58,7 @@ def from_json(stored: Json, file: Path, tensors: int) -> LlamaConfig:
             if key not in stored and key not in _OPTIONAL:
                 raise ValueError(f"lacks {key}")
         # Before anything of this length is built.
-        _check_number("num_hidden_layers", stored["num_hidden_layers"], tensors)
+        check_number("num_hidden_layers", stored["num_hidden_layers"], tensors)
         with named_errors("transformers cannot read it"):
             config = CONFIG_MAPPING[family.model_type]
             found = config.from_dict(copy.deepcopy(dict(stored)))
@@ -93,7 +93,8 @@ def to_json(config: LlamaConfig, family: Family | None = None) -> dict[str, Any]
     raise CheckpointError(f"a {family.model_type} does not have the model's {lacking}")
 
 
-def _check_number(key: str, number: Any, tensors: int) -> None:
+def check_number(key: str, number: Any, tensors: int) -> None:
+    """Raises ValueError if a number of layers, or experts, exceeds that of tensors."""
     if check_value(key, number, Size) > tensors:
         raise ValueError(
             f"{key} asks for {number}, the checkpoint has {tensors} tensors"
@@ -111,7 +112,7 @@ def _read(family: Family, stored: Json, found: Any, tensors: int) -> LlamaConfig
     keys = {**_FIELDS, **family.keys}
     fields = {name: getattr(found, key, None) for name, key in keys.items()}
     if (key := keys.get("num_experts")) is not None:
-        _check_number(key, fields["num_experts"], tensors)
+        check_number(key, fields["num_experts"], tensors)
     layers = range(found.num_hidden_layers)
     window = found.sliding_window if family.window else None
     types = [_FULL if window is None else _SLIDING] * len(layers)

@@ -6,7 +6,7 @@ import re
 import reprlib
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,10 +112,10 @@ def open_tokenizer(folder: Folder) -> Any:
     return loaded
 
 
-def load_tokenizer(folder: Folder) -> Tokenizer | None:
-    """Returns what turns text into ids in the tokenizer of `open_tokenizer`."""
-    loaded = open_tokenizer(folder)
-    return None if loaded is None else loaded.backend_tokenizer
+def ends(loaded: Any) -> list[int]:
+    """The tokens that end a text, and a turn of a chat, in a loaded tokenizer."""
+    found = (loaded.eos_token_id, getattr(loaded, "eot_token_id", None))
+    return [token for token in found if token is not None]
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
@@ -171,6 +171,15 @@ def _open(file: Path) -> dict[str, Stored]:
     with named_errors(f"{file} is not a safetensors file"):
         opened = safetensors.safe_open(file, framework="numpy")
     return {name: Stored(file, opened, name) for name in opened.keys()}  # noqa: SIM118
+
+
+def check_names(where: object, expected: Iterable[str], found: Iterable[str]) -> None:
+    """Raises CheckpointError if names are missing, or are not expected."""
+    missing, extra = set(expected) - set(found), set(found) - set(expected)
+    for problem, names in ("lacks", missing), ("has the unexpected", extra):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(f"{where} {problem} {min(names)}{more}")
 
 
 def check_new(folder: Path) -> None:
