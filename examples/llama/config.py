@@ -93,6 +93,9 @@ class Config:
         "quantize no weight; codes take 2 bytes per weight (default: yes, if norms, "
         "gates and projections run fused in INT8)",
     )
+    moments: Literal["float32", "fp8"] = option(
+        "float32", "what AdamW's moments are stored in: 8 bytes a weight, or 2"
+    )
     invariant: bool = option(
         False,
         "give a token's log-probability the same bits in training, in prefill and in "

@@ -43,7 +43,7 @@ class TrainState:
     params: PyTree  # the master weights, float32
     fallback: PyTree  # the state of INT8 layers; empty if there are none
     overwritten: PyTree  # the state of FP8 layers with delayed scaling, or empty
-    opt_state: optax.OptState  # the optimizer's moments, float32
+    opt_state: optax.OptState  # the optimizer's moments
     # The INT8 weights that the optimizer writes; empty if the layers make them.
     codes: PyTree = flax.struct.field(default_factory=dict)
 
@@ -60,13 +60,14 @@ class TrainState:
 def make_optimizer(config: Config) -> tuple[Optimizer, optax.Schedule]:
     """Returns AdamW with clipping, and its schedule: linear warmup, cosine decay."""
     writes_codes = bool(config.optimizer_codes)
-    return _optimizer(config.steps, config.lr, config.clip, writes_codes)
+    options = config.steps, config.lr, config.clip, config.moments, writes_codes
+    return _optimizer(*options)
 
 
 # Cached, so that runs with the same optimizer or model share one compiled program.
 @functools.lru_cache(maxsize=4)
 def _optimizer(
-    steps: int, lr: float, clip: float, writes_codes: bool
+    steps: int, lr: float, clip: float, moments: str, writes_codes: bool
 ) -> tuple[Optimizer, optax.Schedule]:
     warmup = steps // 10
     schedule = optax.warmup_cosine_decay_schedule(
@@ -78,9 +79,10 @@ def _optimizer(
         return path[-1].key in ("kernel", "embedding")
 
     decayed = partial(jax.tree.map_with_path, is_matrix)
+    adamw = optim.fp8_adamw if moments == "fp8" else optax.adamw
     optimizer = optax.chain(
         optax.clip_by_global_norm(clip) if clip else optax.identity(),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
+        adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
     )
     return optim.with_codes(optimizer) if writes_codes else optimizer, schedule
 
