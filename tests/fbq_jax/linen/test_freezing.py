@@ -206,14 +206,14 @@ def noisy_layer(name, recipe, backward):
     rows_with_first_fast(
         [
             ("dense", recipes.block),
-            ("gate", recipes.block),
             ("experts", recipes.block),
+            ("gate", recipes.block),
             ("experts in float", recipes.block),
             ("gate", recipes.row_block_lhs),
             ("norm", recipes.block),
             ("norm", recipes.row_block_lhs),
         ],
-        3,
+        2,
     ),
 )
 def test_noise_of_frozen_layers_averages_out(name, recipe):
