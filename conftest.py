@@ -48,10 +48,13 @@ LONGEST = {
     ROOT / "examples/llama/model.py",
     ROOT / "fbq_jax/experts/ragged_dot.py",
     ROOT / "fbq_jax/int8_flow/blocks.py",
+    ROOT / "fbq_jax/linen/choosing.py",
     ROOT / "fbq_jax/linen/freezing.py",
     ROOT / "fbq_jax/linen/int8_flow.py",
+    ROOT / "fbq_jax/linen/step_codes.py",
     ROOT / "fbq_jax/nnx/freezing.py",
     ROOT / "fbq_jax/nnx/int8_flow.py",
+    ROOT / "fbq_jax/nnx/step_codes.py",
     ROOT / "fbq_jax/testing.py",
 }
 NO_GPU = "needs a GPU"

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 
 from fbq_jax.kernels.quantized import Layouts
+from fbq_jax.ops.trace_contexts import make_trace_context
 
 Product = TypeVar("Product")
 #: The codes of a product's weight, and whether it has nothing else to multiply by.
@@ -86,7 +87,7 @@ class TraceContext(Generic[T]):
 
     def __init__(self, default: T):
         self._default = default
-        self._trace_key = jax.make_user_context(None)
+        self._trace_key = make_trace_context(None)
 
     @property
     def value(self) -> T:

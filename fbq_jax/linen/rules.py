@@ -24,6 +24,7 @@ from fbq_jax.linen.tracing import (
     own_parameters,
     parameter_leaves,
 )
+from fbq_jax.ops.trace_contexts import make_trace_context
 from fbq_jax.recipes import path_rules
 from fbq_jax.recipes.rules_report import (
     FloatProduct,
@@ -58,7 +59,7 @@ class Root(NamedTuple):
 #: The innermost quantized model that runs, a ``Root`` or None.  It is part of the key
 #: of JAX's trace caches: what was traced inside a quantized model is traced again
 #: outside.
-quantized_root = jax.make_user_context(None)
+quantized_root = make_trace_context(None)
 
 
 def relative_path(module: nn.Module) -> str:

@@ -30,6 +30,7 @@ from fbq_jax.nnx.op_warnings import (
     warn_if_shared,
 )
 from fbq_jax.nnx.plain_method import PlainMethod
+from fbq_jax.ops.trace_contexts import make_trace_context
 from fbq_jax.recipes import fallback
 from fbq_jax.recipes.schema import Recipe
 from fbq_jax.sharding.layer_names import current_layer, layer_name
@@ -54,10 +55,10 @@ class KeptCodes(StepCodes):
 
 
 #: Whether a context of ``quantize_weights_once`` is active.
-in_step = jax.make_user_context(False)
+in_step = make_trace_context(False)
 #: Whether ``evaluation`` is active.  Part of the key of JAX's trace caches: a layer
 #: that was traced in training is traced again.
-in_evaluation = jax.make_user_context(False)
+in_evaluation = make_trace_context(False)
 
 
 @contextlib.contextmanager

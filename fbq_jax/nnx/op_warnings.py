@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import tracers
 
+from fbq_jax.ops.trace_contexts import make_trace_context
 from fbq_jax.sharding.layer_names import warn_first
 
 #: Whether a model runs whose ops Qwix sees (``fbq_jax.contrib.qwix``).  Part of the key
 #: of JAX's trace caches: what was traced outside is traced again inside.
-seen_by_qwix = jax.make_user_context(False)
+seen_by_qwix = make_trace_context(False)
 
 _shapes: weakref.WeakKeyDictionary[nnx.Module, list[list[int]]]
 _shapes = weakref.WeakKeyDictionary()  # of the weights that each op trained with last

@@ -25,6 +25,7 @@ from fbq_jax.kernels import rounding
 from fbq_jax.kernels.apart import call_apart
 from fbq_jax.ops import dispatch
 from fbq_jax.ops.dispatch import BACKENDS, OPS, Backend, Request
+from fbq_jax.ops.trace_contexts import outside_trace_contexts
 from fbq_jax.sharding.layer_names import record_layer, warn_first
 from fbq_jax.sharding.local_ops import Shard
 from fbq_jax.sharding.mesh_axes import varying_axes
@@ -182,7 +183,8 @@ def call(
     warns = has_no_device and dispatch.is_reference_by_default(choice, implementation)
     backend, has_blocks = BACKENDS[choice.implementation], bool(request.sides)
     run = LocalOp(op, backend, choice.backend, has_blocks, warns_elsewhere=warns)
-    return _transformed(run, tuple(sorted(options.items())))(*operands)
+    with outside_trace_contexts():
+        return _transformed(run, tuple(sorted(options.items())))(*operands)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """`--recipe auto`, and rules for the layers of a Llama."""
 
+import functools
 import json
 import shutil
 import types
@@ -31,8 +32,9 @@ PATHS = {
 
 def outputs(dot_general):
     model = Llama(small_config(saved_bits=10), dot_general)
-    variables = model.init(jax.random.key(0), TOKENS)
-    return variables, model.apply(variables, TOKENS, mutable=["fallback"])
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
+    apply = functools.partial(model.apply, mutable=["fallback"])
+    return variables, jax.jit(apply)(variables, TOKENS)
 
 
 def test_one_rule_for_all_layers_is_the_recipe():
@@ -55,7 +57,7 @@ def test_layers_of_a_gated_mlp_run_fused_by_two_recipes():
 
 def test_rules_give_each_layer_its_recipe():
     text = ".*/down=row_block_lhs,.*/qkv/.*=bf16,.*=fallback"
-    variables, _ = outputs(read_recipe(text))
+    variables, _ = jax.eval_shape(lambda: outputs(read_recipe(text)))
     states = variables["fallback"]["layers"]
     # The state of a recipe without fallback has no threshold to move.
     rates = {

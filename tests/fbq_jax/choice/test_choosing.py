@@ -15,8 +15,8 @@ from fbq_jax import recipes
 from fbq_jax.choice import ChoiceReport, Product, choose_from, choosing
 from fbq_jax.choice.products import Recorder
 
-DEPTH, WIDTH, TOKENS = 12, 128, 256
-PLANTED = 3, 8  # layers
+DEPTH, WIDTH, TOKENS = 5, 128, 256
+PLANTED = 1, 3  # layers
 
 
 def mean_square(y):
@@ -166,6 +166,8 @@ def test_slow_layers_stay_in_float(planted, monkeypatch):
         return {"float": 1.0, "block": 1.5, "row_block_lhs": 0.5}
 
     monkeypatch.setattr(choosing, "layer_ms", times)
+    monkeypatch.setattr(choosing, "_SETTLING_STEPS", 0)
+    monkeypatch.setattr(choosing, "_SECONDS", 0.01)
     names = ["block", "row_block_lhs"]
     _, report = fbq_jax.choose_recipes(
         model, variables, x, loss=mean_square, candidates=names
@@ -184,14 +186,14 @@ def test_slow_layers_stay_in_float(planted, monkeypatch):
 def test_a_layer_that_leaves_its_budget_is_named(planted, chosen):
     _, variables, x = planted
     changed = jax.tree.map(jnp.copy, variables)
-    gain = changed["params"]["block_11"]["gain"]
-    changed["params"]["block_11"]["gain"] = gain.at[7].set(300.0)
+    gain = changed["params"]["block_4"]["gain"]
+    changed["params"]["block_4"]["gain"] = gain.at[7].set(300.0)
     report = chosen[1]
     with pytest.warns(
-        UserWarning, match="'block_11/dense' has left its budget.*'block'"
+        UserWarning, match="'block_4/dense' has left its budget.*'block'"
     ):
         now = report.check(changed, x)
-    assert now.rules["block_11/dense"] == recipes.row_block_lhs
+    assert now.rules["block_4/dense"] == recipes.row_block_lhs
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert report.check(variables, x) == report

@@ -131,7 +131,7 @@ def raw(x):
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-@pytest.mark.parametrize("kind", with_first_fast(LAYERS, fast=2))
+@pytest.mark.parametrize("kind", with_first_fast(LAYERS))
 def test_results_are_the_same(kind):
     assert_same_bits(lambda: Model(kind))
 

@@ -352,7 +352,7 @@ def test_paths_are_those_of_any_keys(keys):
     )
     for layer in model.layers.values():
         assert layer.model is layer.models["list"][0] is model
-    model(x)
+    nnx.jit(lambda model: model(x))(model)
     stats = fbq_jax.nnx.fallback_stats(model)
     assert {name for name in stats if name.endswith("/w_dot_general")} == {
         f"{name}/w_dot_general" for name in layers

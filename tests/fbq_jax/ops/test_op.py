@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fbq_jax import dot_general, ops, recipes
+from fbq_jax.core.visitors import Visitor, visiting
 from fbq_jax.kernels import packing
 from fbq_jax.kernels.layer_sources import Gate, GateGrad, Norm
 from fbq_jax.kernels.quantized import Layout, Quantized, Term, Unquantized
@@ -338,3 +339,20 @@ def test_on_one_device_a_kernel_is_traced_without_its_reference(name, monkeypatc
     program = str(jax.make_jaxpr(quantize)(*operands))
     assert "triton_kernel" in program
     assert "platform_index" not in program
+
+
+def test_an_op_is_traced_once_in_all_contexts(monkeypatch):
+    """Those of visitors make JAX trace layers again."""
+    traced, quantize = [], Reference.quantize
+
+    def counted(*operands, **options):
+        traced.append(operands)
+        return quantize(*operands, **options)
+
+    monkeypatch.setattr(Reference, "quantize", staticmethod(counted))
+    x = jnp.ones((1, 31, 29))  # a shape no other test traces
+    run = jax.jit(lambda x: ops.quantize(x, SEEDS, **BLOCKS))
+    for _ in range(2):
+        with visiting(Visitor()):
+            run.trace(x)
+    assert len(traced) == 1

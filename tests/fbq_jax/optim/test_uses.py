@@ -72,7 +72,8 @@ def adapted(frozen):
     """A base with adapters, and the variables; the base may have codes only."""
     model = Adapted()
     variables = jax.jit(model.init)(jax.random.key(0), X)
-    _, states = model.apply(variables, X, mutable=["base", "fallback"])
+    apply = functools.partial(model.apply, mutable=["base", "fallback"])
+    _, states = jax.jit(apply)(variables, X)
     variables = {**variables, **states}
     if frozen:
         codes = freeze(model, variables, X)
@@ -115,7 +116,7 @@ def train_adapters(model, variables, writer, codes):
 def test_the_base_of_lora(frozen):
     """Its codes are made once; if it is frozen, it has no others."""
     model, variables = adapted(frozen)
-    codes = quantize_weights_once(model, variables, X)
+    codes = jax.jit(lambda v: quantize_weights_once(model, v, X))(variables)
     losses, after = train_adapters(model, variables, WRITER, codes)
     assert losses == train_adapters(model, variables, ADAMW, {})[0]
     assert ("base_codes" in codes) != frozen

@@ -19,10 +19,8 @@ class Run:
         self.model, self.optimizer = model, optimizer
         self.params, self.state = variables.pop("params"), dict(variables)
         self.opt_state = jax.jit(optimizer.init)(self.params)
-        self.codes = {}
-        if codes:
-            make = jax.jit(lambda v: quantize_weights_once(model, v, X))
-            self.codes = make({"params": self.params, **self.state})
+        self.quantize = jax.jit(lambda v: quantize_weights_once(model, v, X))
+        self.codes = self.quantize(self.variables) if codes else {}
         self.step = jax.jit(self._step)
 
     @property
@@ -59,5 +57,5 @@ class Run:
 
     def check_codes(self):
         """The codes are those of the parameters."""
-        want = quantize_weights_once(self.model, self.variables, X)
+        want = self.quantize(self.variables)
         jax.tree.map(np.testing.assert_array_equal, self.codes, want)

@@ -75,7 +75,7 @@ def results(recipe, dtype, data, tensor):
     """Y and the gradients of the kernels and of x, and the program's collectives."""
     model = MLP(FallbackDot(recipe), dtype)
     x = heavy((TOKENS, CHANNELS)).astype(dtype)
-    variables = model.init(jax.random.key(1), x)
+    variables = jax.jit(model.init)(jax.random.key(1), x)
 
     def step(params, x):
         def loss(params, x):
