@@ -163,11 +163,6 @@ MATMUL = (((1,), (0,)), ((), ()))
     [
         (lambda: RULED(X, X.T, MATMUL), ValueError, "by the path of the Linen layer"),
         (
-            lambda: GatedMLP(32, dot_general=RULED).init(KEY, X),
-            TypeError,
-            r"takes a FallbackDot; got RulesDot\(",
-        ),
-        (
             lambda: GatedMLP(32, dot_general=recipes.block).init(KEY, X),
             TypeError,
             r"FallbackDot.*, not the recipe itself",
