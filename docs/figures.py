@@ -413,6 +413,23 @@ def _by_qwix(row: Mapping[str, Any]) -> list[str]:
     return [_losses(row["losses"]), f"{count} of {count + row['products_in_float']}"]
 
 
+def invariant() -> str:
+    """What an invariant Llama costs, on an H200."""
+    found = {(row.data, row.what): row for row in SECTIONS["invariant"]["rows"]}
+    cells = []
+    for recipe in ("rowwise", "row_block_lhs"):
+        for data, title in ("training", "step"), ("decoding", "token"):
+            row, changed = (
+                found[data, name] for name in (recipe, f"{recipe}, invariant")
+            )
+            times = f"{row.ms:.2f}", f"{changed.ms:.2f}"
+            cost = f"{changed.ms / row.ms - 1:+.1%}"
+            ratio = f"{changed.ratio:.2f}"
+            cells.append([f"`{recipe}`", title, *times, cost, ratio])
+    head = "recipe", "ms of a", "ordinary", "invariant", "cost", "speedup over bf16"
+    return table(head, cells)
+
+
 def grpo() -> str:
     """Rewards and mismatches of reinforcement learning on a CPU."""
     last = 10
@@ -450,6 +467,7 @@ PAGES = (
     "docs/choose-a-recipe.md",
     "docs/guides/experts.md",
     "docs/guides/grpo.md",
+    "docs/guides/rollouts.md",
     "docs/guides/serving.md",
     "docs/guides/small-layers.md",
     "docs/guides/whole-models.md",
@@ -464,7 +482,7 @@ SECTIONS_SHOWN = ("moe", "serve")
 SUMMARIES = (
     *(speed, speeds, losses, candidates, measured, memory, batches, loops),
     *(efficiencies, libraries, maxtext),
-    *(recipe_errors, models, grpo),
+    *(recipe_errors, models, invariant, grpo),
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 _K = 128  # values along the contraction that share a scale
 OUTLIERS = 0, 58, 606, 6559  # the largest magnitude over the root mean square
@@ -109,7 +110,8 @@ def _round(blocks: jax.Array, codes: str) -> jax.Array:
     y = blocks / scale
     if codes == "int8":
         return jnp.round(y) * scale
-    return y.astype(codes).astype(jnp.float32) * scale
+    # XLA would drop a cast to fewer bits and back.
+    return lax.optimization_barrier(y.astype(codes)).astype(jnp.float32) * scale
 
 
 def multiply(scheme: Scheme, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -20,6 +20,9 @@ from fbq_jax.export import ExportError
 from tests.examples.small import small_config
 from tests.marks import rows_with_first_fast
 
+# On a GPU, what the backward pass of attention says of these lengths.
+pytestmark = pytest.mark.filterwarnings("ignore:attention runs as XLA ops:UserWarning")
+
 # Two or three tiles of keys on a CPU, and heads of a whole number of quantized blocks.
 LENGTH = 70
 CONFIG = small_config(
