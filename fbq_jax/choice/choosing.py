@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -34,6 +36,7 @@ _ROWS = 512  # of an activation that are compared
 _CALLS = 8  # of a layer that is timed, one after the other
 _SETTLING_STEPS = 4  # of thresholds
 _SECONDS = 0.5  # that steps are timed
+_THREADS = 8  # that compile
 Rules = Mapping[str, Recipe | None]
 
 
@@ -93,10 +96,13 @@ def choose_from(
             "their outputs"
         )
     layers, recipes = [], tuple(NAMED[name] for name in candidates)
-    for layer, found in products.items():
-        dtype = jnp.result_type(found[0].x, found[0].w).name
-        ms = layer_ms(found[0].sizes, dtype, tuple(candidates))
-        each = [errors(*product[:3], recipes) for product in found]
+    with ThreadPoolExecutor(_THREADS) as pool:  # of layers with other shapes
+        compare = functools.partial(_errors, recipes=recipes)
+        compared = list(pool.map(compare, products.values()))
+    if jax.default_backend() == "gpu":
+        _compile({_timed(found[0]) for found in products.values()}, candidates)
+    for (layer, found), each in zip(products.items(), compared, strict=True):
+        ms = layer_ms(*_timed(found[0]), tuple(candidates))
         measured = []
         for name, of_each in zip(candidates, zip(*each, strict=True), strict=True):
             y, dx, dw = (float(x) for x in np.max(np.asarray(of_each), axis=0))
@@ -106,6 +112,26 @@ def choose_from(
         chosen = _choose(measured, budget, ms.get("float"))
         layers.append(LayerReceipt(*what, *chosen, ms.get("float")))
     return ChoiceReport(tuple(layers), budget, jax.devices()[0].device_kind)
+
+
+def _errors(
+    products: Sequence[Product], recipes: tuple[Recipe, ...]
+) -> list[list[list[jax.Array]]]:
+    return [errors(*product[:3], recipes) for product in products]
+
+
+def _compile(timed: Iterable[tuple[Sizes, str]], candidates: Sequence[str]) -> None:
+    """Compiles all programs that ``layer_ms`` times."""
+    for of in timed:  # alone, because XLA times the kernels of products in float
+        layer_program(*of, "float")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pairs = itertools.product(timed, candidates)
+        list(pool.map(lambda pair: layer_program(*pair[0], pair[1]), pairs))
+
+
+def _timed(product: Product) -> tuple[Sizes, str]:
+    """What the time of a product depends on: its sizes and the dtype."""
+    return product.sizes, jnp.result_type(product.x, product.w).name
 
 
 def _check(candidates: Sequence[str], budget: float) -> None:
@@ -148,31 +174,51 @@ def layer_ms(sizes: Sizes, dtype: str, names: Sequence[str]) -> Mapping[str, flo
     """
     if jax.default_backend() != "gpu":
         return {}
-    M, K, N = sizes
-    shapes = (1, M, K), (1, K, N), (1, M, N)
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, dy = (
-        jax.random.normal(*pair, dtype) for pair in zip(keys, shapes, strict=True)
+        jax.random.normal(key, shape, dtype)
+        for key, shape in zip(keys, _shapes(sizes), strict=True)
     )
-    w /= K**0.5
+    w /= sizes[1] ** 0.5
     found = {}
     for name in ("float", *names):
-        recipe, theta = NAMED.get(name), None
-        if recipe is not None and recipe.criterion is not None:
-            _, stats = dot_general(x, w, DIMENSIONS, recipe=recipe, key=keys[0])
-            theta = stats.theta
-
-        @jax.jit
-        def run(*state: jax.Array, recipe: Any = recipe, theta: Any = theta) -> Any:
-            def step(state: Any, _: Any) -> tuple[Any, None]:
-                x, w, dy = state
-                y, dx, dw = gradients(recipe, x, w, dy, theta)
-                return (dx, w - 1e-6 * dw, y), None
-
-            return jax.lax.scan(step, state, length=_CALLS)[0]
-
-        found[name] = milliseconds(functools.partial(run, x, w, dy)) / _CALLS
+        threshold, run = layer_program(sizes, dtype, name)
+        step = functools.partial(run, threshold(x, w), x, w, dy)
+        found[name] = milliseconds(step) / _CALLS
     return found
+
+
+@functools.cache
+def layer_program(
+    sizes: Sizes, dtype: str, name: str
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Compiles what ``layer_ms`` times: a threshold of X, and several calls."""
+    recipe = NAMED.get(name)
+
+    def threshold(x: jax.Array, w: jax.Array) -> jax.Array | None:
+        if recipe is None or recipe.criterion is None:
+            return None
+        options: Any = {"recipe": recipe, "key": jax.random.key(0)}
+        return dot_general(x, w, DIMENSIONS, **options)[1].theta
+
+    def run(theta: jax.Array | None, *state: jax.Array) -> Any:
+        def step(state: Any, _: Any) -> tuple[Any, None]:
+            x, w, dy = state
+            y, dx, dw = gradients(recipe, x, w, dy, theta)
+            return (dx, w - 1e-6 * dw, y), None
+
+        return jax.lax.scan(step, state, length=_CALLS)[0]
+
+    state = [jax.ShapeDtypeStruct(shape, dtype) for shape in _shapes(sizes)]
+    first = jax.jit(threshold).lower(*state[:2]).compile()
+    theta = jax.eval_shape(threshold, *state[:2])
+    return first, jax.jit(run).lower(theta, *state).compile()
+
+
+def _shapes(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    """The shapes of X, W and dY."""
+    M, K, N = sizes
+    return (1, M, K), (1, K, N), (1, M, N)
 
 
 def milliseconds(step: Callable[[], Any]) -> float:

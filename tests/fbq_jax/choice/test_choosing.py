@@ -234,6 +234,7 @@ def test_times_of_layers(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(choosing, "_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "milliseconds", lambda step: len(step()))
+    choosing._compile({((32, 16, 48), "float32")}, ("block", "fallback"))
     found = choosing.layer_ms((32, 16, 48), "float32", ("block", "fallback"))
     assert found == dict.fromkeys(("float", "block", "fallback"), 3 / choosing._CALLS)
 
