@@ -35,6 +35,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 }
 PICTURES: dict[str, Callable[[Path], Figure | None]] = {
     "losses": pictures.losses,
+    "outliers-by-layer": pictures.outliers_by_layer,
     "outliers": pictures.outliers,
     **{name: partial(pictures.curves, name=name) for name in CURVES},
     "thresholds": pictures.thresholds,

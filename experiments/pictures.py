@@ -72,6 +72,28 @@ def _paired_differences(runs: dict[str, Json]) -> dict[str, np.ndarray]:
     return {n: np.stack([x[: shortest[n]] for x in of]) for n, of in found.items()}
 
 
+def outliers_by_layer(results: Path) -> Figure | None:
+    """What stands out in the inputs of a trained model's projections."""
+    rows = result_files.one(results, "outliers").get("rows", [])
+    if not rows:
+        return None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    titles = {
+        "largest": "largest magnitude / root mean square",
+        "share": "share of 128x128 blocks with outliers",
+    }
+    for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for i, what in enumerate(dict.fromkeys(row["what"] for row in rows)):
+            of = [row for row in rows if row["what"] == what]
+            layers = [row["layer"] for row in of]
+            axes.plot(layers, [row[key] for row in of], label=what, **style(i))
+        axes.set(title=title, xlabel="layer")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_yscale("log")
+    finish(figure.axes[0])
+    return figure
+
+
 def outliers(results: Path) -> Figure | None:
     """Validation loss after fine-tuning minus bf16's, by planted activation."""
     losses = result_files.losses_by_model(result_files.runs(results, "outliers"))

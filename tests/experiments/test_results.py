@@ -57,6 +57,8 @@ def write_results(results: Path) -> None:
     weights = {model: f"of {model}" for model in models}
     planted = {model: {"largest": 60.0, "weights": weights[model]} for model in models}
     save(planted, results / "planted.json")
+    stands_out = {"what": "down", "layer": 0, "largest": 9.0, "share": 0.1}
+    save({"rows": [stands_out]}, results / "outliers.json")
 
     def rising(columns: Sequence[Any]) -> list[float]:
         return np.linspace(0.1, 0.9, len(columns)).tolist()
