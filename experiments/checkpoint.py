@@ -3,16 +3,19 @@
     python -m experiments.checkpoint outliers MODEL TEXT --out FILE
     python -m experiments.checkpoint losses MODEL TEXT --out FILE
     python -m experiments.checkpoint schemes MODEL TEXT --out FILE
+    python -m experiments.checkpoint exported MODEL TEXT --out FILE
     python -m experiments.checkpoint tuned MODEL TEXT --out FILE
 
 MODEL is what the Llama's ``--from-hf`` takes, and TEXT what its ``--data`` takes. The
 second quantizes the model without training, by each recipe; the third rounds operands
-of its forward products as no recipe does yet; the last trains the model.
+of its forward products as no recipe does yet; the fourth reads exports of the model
+back; the last trains it.
 """
 
 import argparse
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,11 +59,13 @@ class Subject:
     """A model, and text in pairs of sequences.
 
     Attributes:
+        model: Its folder or file.
         config: Its sizes.
         params: Its weights.
         pairs: Token ids, int32 [pairs, 2, 513].
     """
 
+    model: Path
     config: LlamaConfig
     params: Any
     pairs: np.ndarray
@@ -87,15 +92,19 @@ class Subject:
         return [float(loss(self.params, state, p, False)[0]) for p in self.pairs]
 
 
-def load(model: Path, text: Path, sequences: int) -> Subject:
-    """A subject with evenly spaced sequences of a text."""
+def load(model: Path, pairs: np.ndarray) -> Subject:
+    """Loads a model."""
     config, params = hf.load(model)
+    return Subject(model, config, jax.device_put(params), pairs)
+
+
+def read_pairs(model: Path, text: Path, sequences: int) -> np.ndarray:
+    """Evenly spaced sequences of a text in the tokens of a model."""
     ids = load_corpus(text, hf.load_tokenizer(model)).train
     ids = ids[: len(ids) // _TOKENS * _TOKENS].reshape(-1, _TOKENS)
     count = min(sequences, len(ids)) // _PAIR * _PAIR
     chosen = ids[np.linspace(0, len(ids) - 1, count).astype(int)]
-    pairs = chosen.astype(np.int32).reshape(-1, _PAIR, _TOKENS)
-    return Subject(config, jax.device_put(params), pairs)
+    return chosen.astype(np.int32).reshape(-1, _PAIR, _TOKENS)
 
 
 def outliers(subject: Subject) -> Iterator[dict[str, Any]]:
@@ -140,6 +149,18 @@ def schemes(subject: Subject) -> Losses:
         yield name, {"errors": second_terms.errors(scheme)}, found
 
 
+def exported(subject: Subject) -> Losses:
+    """The losses of exports in each format, which are multiplied as floats."""
+    yield "bf16", {}, subject.losses(None, moves=False)
+    model = Llama(subject.config, FallbackDot(recipes.row_block_lhs))
+    for name in hf.FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, name)
+            hf.export(out, name, model, {"params": subject.params}, like=subject.model)
+            read = load(next(out.glob("*.gguf"), out), subject.pairs)
+        yield name, {}, read.losses(None, moves=False)
+
+
 def tuned(model: Path, text: Path, seeds: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """The validation losses of training by recipe and seed."""
     for seed in seeds:
@@ -158,6 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         "outliers": outliers,
         "losses": lambda subject: compared(losses(subject)),
         "schemes": lambda subject: compared(schemes(subject)),
+        "exported": lambda subject: compared(exported(subject)),
     }
     parser.add_argument("command", choices=(*of, "tuned"))
     for name in ("model", "text"):
@@ -169,7 +191,8 @@ def main(argv: list[str] | None = None) -> None:
     if asked.command == "tuned":
         rows = tuned(asked.model, asked.text, asked.seeds)
     else:
-        rows = of[asked.command](load(asked.model, asked.text, asked.sequences))
+        pairs = read_pairs(asked.model, asked.text, asked.sequences)
+        rows = of[asked.command](load(asked.model, pairs))
     result_files.save_rows(rows, asked.out)
 
 

@@ -230,8 +230,9 @@ def test_what_cannot_be_invariant_is_an_error(monkeypatch):
             Llama(CONFIG, dot_general).init(jax.random.key(0), TOKENS)
     with pytest.raises(UserError, match="invariant takes a model without experts"):
         small_config(num_experts=4, invariant=True)
-    with pytest.raises(ExportError, match=r"has no INT8 head.*: export takes hf"):
-        hf.check_exportable("blockwise_int8", model_of("rowwise"))
+    for own in {"invariant": True}, {"invariant": False, "quantize_head": True}:
+        with pytest.raises(ExportError, match=r"has no INT8 head.*: export takes hf"):
+            hf.check_exportable("blockwise_int8", model_of("rowwise", **own))
     with mesh.use(mesh.make("tensor=2")), pytest.raises(UserError, match="int32 over"):
         model_of("rowwise").init(jax.random.key(0), TOKENS)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")

@@ -50,6 +50,12 @@ def test_schemes(run, monkeypatch):
     assert row["errors"]["58"] > row["errors"]["0"]
 
 
+def test_exports(run, monkeypatch):
+    monkeypatch.setattr(checkpoint.hf, "FORMATS", ("hf",))
+    bf16, exported = run("exported", "--sequences=4")
+    assert bf16["losses"] == exported["losses"]  # exact, and the folder is read
+
+
 @pytest.mark.exhaustive
 def test_tuning(run, monkeypatch):
     monkeypatch.setattr(checkpoint, "TUNED", ("bf16", "block"))

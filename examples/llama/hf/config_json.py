@@ -34,7 +34,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 # The fields of LlamaConfig that config.json does not store, and those that only count
 # through the kinds of layers and the scale of scores.
 _NOT_COMPARED = (
-    *("dtype", "remat", "unroll", "saved_bits", "invariant"),
+    *("dtype", "remat", "unroll", "saved_bits", "invariant", "quantize_head"),
     *("rope_theta", "rope_scaling", "local_rope_theta", "nope_layers"),
     *("sliding_window", "sliding_layers", "query_pre_attn_scalar"),
 )

@@ -43,9 +43,9 @@ def check_exportable(name: str, model: Llama, *, like: Folder | None = None) -> 
         raise ExportError(
             f"{name} stores INT8 codes: export takes a model with an INT8 recipe"
         )
-    if model.config.invariant:
+    if model.config.invariant or model.config.quantize_head:
         raise ExportError(
-            f"{name} has no INT8 head, which invariant models have: export takes hf"
+            f"{name} has no INT8 head, which this model has: export takes hf"
         )
     if name == "gguf":
         gguf_file.check(model.config, family, like)
