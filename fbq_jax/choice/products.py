@@ -15,7 +15,7 @@ from fbq_jax.core.dot_general import dot_general
 from fbq_jax.core.visitors import Visitor, visiting
 from fbq_jax.kernels.speed_map import Sizes
 from fbq_jax.recipes.schema import Recipe
-from fbq_jax.sharding.layer_names import current_layer
+from fbq_jax.sharding.layer_names import current_layer, current_path
 
 DIMENSIONS = ((2,), (1,)), ((0,), (0,))
 _BLOCK = 128
@@ -53,7 +53,8 @@ class Recorder(Visitor):
     def __init__(self, rows: int):
         self.rows = rows
         self.products: dict[str, list[Product]] = {}
-        self.seen: set[str] = set()
+        self.seen: set[str] = set()  # names of layers
+        self._names: dict[str, str] = {}  # by path
 
     def record(self, step: Callable[[], Any]) -> dict[str, list[Product]]:
         """The products of a step, which takes a gradient."""
@@ -61,8 +62,9 @@ class Recorder(Visitor):
         with visiting(self):
             jax.block_until_ready(step())
         jax.effects_barrier()
-        if self.products and (others := sorted(self.seen - self.products.keys())):
-            names = ", ".join(others)
+        others = self.seen.difference(map(self._names.get, self.products))
+        if self.products and others:
+            names = ", ".join(sorted(others))
             warnings.warn(f"not measured, and without a rule: {names}", stacklevel=5)
         self.seen.clear()
         return dict(sorted(self.products.items()))
@@ -77,7 +79,9 @@ class Recorder(Visitor):
     ) -> jax.Array | None:
         """The product in float, whose gradient is recorded."""
         sizes = arguments.sizes(lhs, arguments.output(lhs, layer.weight))
-        add = functools.partial(self._add, current_layer() or "", sizes)
+        path, name = current_path() or "", current_layer() or ""
+        self._names[path] = name
+        add = functools.partial(self._add, path, sizes)
 
         def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             wide = jnp.promote_types(lhs.dtype, rhs.dtype)

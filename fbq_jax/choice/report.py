@@ -144,7 +144,7 @@ class ChoiceReport:
             xscale="log",
             xlabel="error of Y, or a tenth of the error of dX or dW (filled: chosen)",
         )
-        axes.set_yticks(rows, [layer.layer for layer in self.layers])
+        axes.set_yticks(rows, [layer.layer or "(root)" for layer in self.layers])
         axes.invert_yaxis()
         axes.legend()
         return figure
@@ -207,7 +207,8 @@ def _row(layer: LayerReceipt) -> list[str]:
             cells[n] += f", {layer.float_ms / (candidate.ms or math.nan):.2f}x"
     sizes = f"{layer.stack} x " * (layer.stack > 1) + ", ".join(map(str, layer.sizes))
     found = f"{layer.largest:.0f} rms", f"{layer.outliers:.1%}"
-    return [layer.layer, sizes, *found, *cells, layer.chosen or "float", layer.reason]
+    name = layer.layer or "(root)"
+    return [name, sizes, *found, *cells, layer.chosen or "float", layer.reason]
 
 
 def _read_layer(row: Any) -> LayerReceipt:

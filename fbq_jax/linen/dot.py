@@ -363,7 +363,9 @@ _NO_STATE = (
 
 def named(module: nn.Module) -> AbstractContextManager[None]:
     """Names a layer in warnings about the ops that it calls."""
-    return layer_name("/".join(module.path) or type(module).__name__)
+    return layer_name(
+        "/".join(module.path), None if module.path else type(module).__name__
+    )
 
 
 def check_dot_general(owner: str, dot_general: object) -> None:

@@ -82,15 +82,17 @@ def evaluation() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPath:
-    """The path of a layer, for warnings only.
+    """The path of a layer, for warnings and reports only.
 
     All paths are equal, so that JAX compiles one function for layers that differ in
     their paths only, and can stack such layers.
 
     Attributes:
-      name: the path; None if nothing named the layer.
+      path: the path, empty for a model that is a layer; None if nothing told it.
+      name: what warnings call the layer, a path or the class of such a model.
     """
 
+    path: str | None = dataclasses.field(default=None, compare=False)
     name: str | None = dataclasses.field(default=None, compare=False)
 
 
@@ -245,8 +247,9 @@ class FallbackDot(DotGeneral, nnx.Module):
           description: what warnings call a layer without a path, after the names of
             the enclosing scopes.
         """
-        scope = path = name = self.path.name or self.layer or ""
-        if not path:
+        scope = name = self.path.name or self.layer or ""
+        path = scope if self.path.path is None else self.path.path
+        if not scope:
             scope = description
             path = "/".join(filter(None, (current_layer(), description)))
             name = f"{path} (fbq_jax.nnx.name_layers gives layers their paths)"

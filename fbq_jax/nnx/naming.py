@@ -34,7 +34,9 @@ def name_layers(model: nnx.Module) -> None:
     """
     check_nnx("name_layers", model, in_linen=False)
     for path, dot in dots_by_path(model).items():
-        dot.path = LayerPath(type(model).__name__ if path == ROOT else path)
+        is_root = path == ROOT
+        name = type(model).__name__ if is_root else path
+        dot.path = LayerPath("" if is_root else path, name)
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:

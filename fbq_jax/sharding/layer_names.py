@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
-_layer: ContextVar[str | None] = ContextVar("layer", default=None)
+_path: ContextVar[str | None] = ContextVar("path", default=None)
 _names: dict[str, str] = {}  # names of layers by path
 _callers: dict[Hashable, dict[str, None]] = {}  # keys in the order of the first calls
 _warned: dict[Hashable, set[str]] = {}  # layers by cause
@@ -35,11 +35,16 @@ def layer_name(path: str, name: str | None = None) -> Iterator[None]:
     'encoder/up'
     """
     _names[path] = name or path
-    token = _layer.set(_names[path])
+    token = _path.set(path)
     try:
         yield
     finally:
-        _layer.reset(token)
+        _path.reset(token)
+
+
+def current_path() -> str | None:
+    """The path in ``layer_name`` of the layer that is being traced, or None outside."""
+    return _path.get()
 
 
 def current_layer() -> str | None:
@@ -49,18 +54,14 @@ def current_layer() -> str | None:
     ``jax.named_scope``s are the path of the layer.  Linen opens a scope for each
     module, and ``fbq_jax.nnx`` for each quantized layer.
     """
-    if name := _layer.get():
-        return name
+    if (path := _path.get()) is not None:
+        return _names[path] or None
     stack = str(source_info_util.current_name_stack())  # "transpose(jvp(MLP))/up"
     scopes = re.sub(r"\w+\(|\)", "", stack).split("/")
     paths = ["/".join(scopes[i:]) for i in range(len(scopes))]
     # Linen's outermost scope is the root module's class, which no path contains.
-    return next((_names[path] for path in paths if path in _names), paths[0]) or None
-
-
-def inside_layer() -> bool:
-    """Whether the op of a layer is being traced, in ``layer_name``."""
-    return _layer.get() is not None
+    known = (_names[path] for path in paths if path and path in _names)
+    return next(known, paths[0]) or None
 
 
 def record_layer(op: str, operands: Any) -> None:

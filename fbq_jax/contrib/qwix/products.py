@@ -12,7 +12,7 @@ from fbq_jax.contrib.qwix.internals import PRIMITIVE_BIND, disable_interceptions
 from fbq_jax.core.arguments import DTYPES
 from fbq_jax.core.conv import conv_general_dilated
 from fbq_jax.core.einsum import before_transposing
-from fbq_jax.sharding.layer_names import inside_layer
+from fbq_jax.sharding.layer_names import current_path
 
 Op = Callable[..., jax.Array]
 
@@ -89,7 +89,7 @@ class Products(QuantizationProvider):
     def bind(self, primitive: Any, *args: Any, **params: Any) -> Any:
         """Calls a primitive, or an op in its place."""
         name = primitive.name
-        if inside_layer():
+        if current_path() is not None:
             return primitive.bind(*args, **params)
         if name in _PRODUCTS:
             y = self._product(name, *args, **params)

@@ -156,6 +156,24 @@ def test_nnx():
     ]
 
 
+@pytest.mark.parametrize("is_nnx", [False, True])
+def test_a_model_that_is_one_layer(is_nnx):
+    x = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    options = {"loss": mean_square, "candidates": ["block"]}
+    if is_nnx:
+        model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        rules, report = fbq_jax.nnx.choose_recipes(model, x, **options)
+        quantized = fbq_jax.nnx.quantize(model, rules)
+    else:
+        model = nn.Dense(WIDTH)
+        variables = model.init(jax.random.key(1), x)
+        rules, report = fbq_jax.choose_recipes(model, variables, x, **options)
+        _, quantized = fbq_jax.quantize(model, rules, jax.random.key(0), x)
+    assert rules == {"": recipes.block}
+    assert quantized.layers == {"": ""}
+    assert "(root)" in str(report)
+
+
 def test_slow_layers_stay_in_float(planted, monkeypatch):
     """Where the device is measured, the fastest candidate inside the budget wins."""
     model, variables, x = planted
