@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
-_path: ContextVar[str | None] = ContextVar("path", default=None)
+_layer: ContextVar[tuple[str, str] | None] = ContextVar("layer", default=None)
 _names: dict[str, str] = {}  # names of layers by path
 _callers: dict[Hashable, dict[str, None]] = {}  # keys in the order of the first calls
 _warned: dict[Hashable, set[str]] = {}  # layers by cause
@@ -34,17 +34,17 @@ def layer_name(path: str, name: str | None = None) -> Iterator[None]:
     ...     current_layer()
     'encoder/up'
     """
-    _names[path] = name or path
-    token = _path.set(path)
+    name = _names[path] = name or path
+    token = _layer.set((path, name))
     try:
         yield
     finally:
-        _path.reset(token)
+        _layer.reset(token)
 
 
 def current_path() -> str | None:
     """The path in ``layer_name`` of the layer that is being traced, or None outside."""
-    return _path.get()
+    return layer[0] if (layer := _layer.get()) is not None else None
 
 
 def current_layer() -> str | None:
@@ -54,8 +54,8 @@ def current_layer() -> str | None:
     ``jax.named_scope``s are the path of the layer.  Linen opens a scope for each
     module, and ``fbq_jax.nnx`` for each quantized layer.
     """
-    if (path := _path.get()) is not None:
-        return _names[path] or None
+    if (layer := _layer.get()) is not None:
+        return layer[1] or None
     stack = str(source_info_util.current_name_stack())  # "transpose(jvp(MLP))/up"
     scopes = re.sub(r"\w+\(|\)", "", stack).split("/")
     paths = ["/".join(scopes[i:]) for i in range(len(scopes))]
