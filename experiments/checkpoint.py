@@ -30,6 +30,7 @@ from examples.llama.data import load_corpus
 from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
+from examples.llama.text import tokenizer_source
 from experiments import result_files, runs, second_terms
 from experiments.studies.operands import operands
 from fbq_jax import FallbackDot, RulesDot, recipes
@@ -153,10 +154,12 @@ def exported(subject: Subject) -> Losses:
     """The losses of exports in each format, which are multiplied as floats."""
     yield "bf16", {}, subject.losses(None, moves=False)
     model = Llama(subject.config, FallbackDot(recipes.row_block_lhs))
+    variables, run = {"params": subject.params}, Config(from_hf=str(subject.model))
     for name in hf.FORMATS:
-        with tempfile.TemporaryDirectory() as folder:
+        source = tokenizer_source(run, subject.config)
+        with tempfile.TemporaryDirectory() as folder, source as like:
             out = Path(folder, name)
-            hf.export(out, name, model, {"params": subject.params}, like=subject.model)
+            hf.export(out, name, model, variables, like=like)
             read = load(next(out.glob("*.gguf"), out), subject.pairs)
         yield name, {}, read.losses(None, moves=False)
 
