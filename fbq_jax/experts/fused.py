@@ -32,16 +32,15 @@ from fbq_jax.sharding.mesh_axes import as_varying
 def can_fuse(gate_up: LayerDot, down: LayerDot, groups: Groups) -> bool:
     """Whether two projections can be fused.
 
-    They need a common recipe with scales per block that ``fused_layers.fuses`` accepts.
+    They need a common recipe that ``fused_layers.fuses`` accepts.
     Where devices exchange rows, all mesh axes must shard tokens.  Another axis may
     shard the columns of ``gate_up``, as tensor parallelism does, and such a shard has
     no matching parts of the gate and of up.
     """
     if isinstance(groups, Exchange) and groups.has_other_axes:
         return False
-    recipe = gate_up.config.recipe
-    common = gate_up.config == down.config
-    return common and recipe.in_blocks and fused_layers.fuses(recipe)
+    has_one_config = gate_up.config == down.config
+    return has_one_config and fused_layers.fuses(gate_up.config.recipe)
 
 
 def fused_experts(

@@ -95,11 +95,6 @@ class Triton(Reference):
 
     def caveat(self, request: Request) -> str:
         """A source that no kernel computes and quantizes in one pass."""
-        if request.op == "quantize" and request.grouped and 1 in request.sides:
-            return (
-                "not in one pass, but as jax.numpy code that gathers groups and a "
-                "kernel that quantizes: one pass needs blocks with one scale"
-            )
         if request.packs is None or not request.sides:
             return ""
         group, (width, most_rows) = packing.GROUP, request.packs

@@ -112,15 +112,15 @@ def make_operands(
     """
     m, k, n = product_sides(lhs, rhs)
     (M, N), K = (problem.M, problem.N), _padded(lhs.shape[2])
-    lhs_scales = _scales(lhs.main, (m, k), M, K, problem.row_scales != "none")
-    rhs_scales = _scales(rhs.main, (n, k), N, K, problem.row_scales == "both")
+    lhs_scales = scales_of_tiles(lhs.main, (m, k), M, K, problem.row_scales != "none")
+    rhs_scales = scales_of_tiles(rhs.main, (n, k), N, K, problem.row_scales == "both")
     rhs_codes = _pad(rhs.codes, N, K)
     residual = rows = order = counts = regular_counts = sums = None
     if lhs.residual is not None:
         residual = _pad(lhs.residual.codes, M, K)
         rows, order, lhs_scales, counts, regular_counts = list_steps(
             lhs_scales,
-            _scales(lhs.residual, (m, k), M, K, per_row=False),
+            scales_of_tiles(lhs.residual, (m, k), M, K, per_row=False),
             padding=PREFETCH_PAD,
             outlier_ratio=OUTLIER_RATIO,
             longest_first=longest_first and M // BLOCK <= _MOST_ORDERED_ROWS,
@@ -141,7 +141,7 @@ def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, rows - r), (0, columns - c)))
 
 
-def _scales(
+def scales_of_tiles(
     term: Term, block: tuple[int, int], rows: int, columns: int, per_row: bool
 ) -> jax.Array:
     """The scale of each 128 x 128 tile of codes, ``[B, rows/128, columns/128]``.

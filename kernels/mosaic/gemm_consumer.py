@@ -96,9 +96,8 @@ class Consumer:
         scheduler = self.scheduler
         if scheduler.problem.row_scales == "none":
             return scheduler.scales(tile, step)
-        rows = pl.ds(self._first_row(tile), CONSUMER_ROWS)
-        matrix, _, k = scheduler.scales_at(tile, step)
-        lhs_scales = scheduler.operands.lhs_scales.at[matrix, k, rows]
+        rows = self._first_row(tile), CONSUMER_ROWS
+        lhs_scales = scheduler.lhs_row_scales(tile, step, *rows)
         return scheduler.row_scales(tile, step, load_vector(lhs_scales, 0))
 
     def _first_row(self, tile: Tile) -> jax.Array:

@@ -213,7 +213,7 @@ class Operands(NamedTuple):
         residual.
       order: int32 ``[B, M/128, S]`` of ``list_steps``, or None without residual.
       lhs_scales: float32 ``[B, M/128, S]``, the scale of lhs in each step; or
-        ``[B, S, M]``, the scale of each row.
+        ``[B, S, M]``, the scale of each row; of rows in groups ``[T, S, M/T]``.
       counts: int32 ``[B, M/128]``, number of steps, or None without residual.
       regular_counts: int32 ``[B, M/128]``, number of steps before the outlier steps, or
         None without residual.

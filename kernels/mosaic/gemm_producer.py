@@ -80,19 +80,19 @@ class Producer:
         else:
             copy_lhs(refs.lhs)
 
-        def copy_scales(scales: Any, first: jax.Array, rows: int, buffer: Any) -> None:
+        def copy_scales(scales: Any, rows: int, buffer: Any) -> None:
             plgpu.copy_gmem_to_smem(
-                scales.at[pl.ds(first, rows)],
+                scales,
                 buffer.at[stage, pl.ds(0, rows)],
                 self.buffers.full.at[stage],
             )
 
         if problem.row_scales != "none":
-            matrix, _, later = self.scheduler.scales_at(tile, step + problem.prefetch)
-            scales = refs.lhs_scales.at[matrix, later]
-            copy_scales(scales, first_row, BLOCK, self.buffers.row_scales)
+            later = step + problem.prefetch
+            scales = self.scheduler.lhs_row_scales(tile, later, first_row, BLOCK)
+            copy_scales(scales, BLOCK, self.buffers.row_scales)
         if problem.row_scales == "both":
             _, matrix, now = self.scheduler.scales_at(tile, step)
-            scales = refs.rhs_scales.at[matrix, now]
-            copy_scales(scales, first_column, width, self.buffers.column_scales)
+            scales = refs.rhs_scales.at[matrix, now, pl.ds(first_column, width)]
+            copy_scales(scales, width, self.buffers.column_scales)
         return next_stage(stage, problem.num_stages)

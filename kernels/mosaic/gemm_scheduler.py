@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -209,6 +210,17 @@ class Scheduler:
             batch, rhs, k = self.scales_at(tile, step)
             step = k
         return self._times_rhs(tile, refs.lhs_scales[batch, tile.steps, step], rhs, k)
+
+    def lhs_row_scales(
+        self, tile: Tile, step: int | jax.Array, first_row: jax.Array, rows: int
+    ) -> Any:
+        """A reference to a step's scales of ``rows`` rows of lhs, all in one tile."""
+        matrix, _, k = self.scales_at(tile, step)
+        scales = self.operands.lhs_scales
+        if self.operands.row_range is not None:
+            height = jnp.int32(scales.shape[2])
+            matrix, first_row = lax.div(first_row, height), lax.rem(first_row, height)
+        return scales.at[matrix, k, pl.ds(first_row, rows)]
 
     def row_scales(self, tile: Tile, step: int | jax.Array, lhs: jax.Array) -> Scales:
         """The scales of a step with these of rows of lhs; arbitrary after the last."""

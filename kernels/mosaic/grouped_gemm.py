@@ -9,10 +9,14 @@ another program, and tiles without rows take no time.
 import jax
 import jax.numpy as jnp
 
-from fbq_jax.kernels.mosaic.gemm import make_operands, make_problem
+from fbq_jax.kernels.mosaic.gemm import (
+    make_operands,
+    make_problem,
+    scales_of_tiles,
+)
 from fbq_jax.kernels.mosaic.gemm_kernel import build
 from fbq_jax.kernels.mosaic.gemm_problem import BLOCK, SUM_CHUNK, Config, Operands
-from fbq_jax.kernels.quantized import Quantized
+from fbq_jax.kernels.quantized import Quantized, product_sides
 from fbq_jax.kernels.tiles import tile_ranges
 
 
@@ -43,7 +47,12 @@ def matmul(
     problem = make_problem(flat, rhs, 1, (tiles * m, N, K), dtype, config)
     first = jnp.sum(groups < 0, dtype=jnp.int32)
     count = jnp.sum((groups >= 0) & (groups < size), dtype=jnp.int32)
-    operands = _with_few_sums(make_operands(problem, flat, rhs))._replace(
+    operands = make_operands(problem, flat, rhs)
+    if problem.row_scales != "none":  # as quantize stores them, without a copy
+        block = product_sides(lhs, rhs)[:2]
+        scales = scales_of_tiles(lhs.main, block, m, problem.K, per_row=True)
+        operands = operands._replace(lhs_scales=scales)
+    operands = _with_few_sums(operands)._replace(
         # Thread blocks without a tile look at one, which must be valid.
         groups=jnp.repeat(jnp.clip(groups, 0, size - 1), m // BLOCK),
         row_range=m // BLOCK * jnp.stack([jnp.minimum(first, tiles - 1), count]),

@@ -137,10 +137,8 @@ class _Blocks(NamedTuple):
     def can_fuse(self, source: Source) -> bool:
         """Whether a kernel computes and quantizes a source."""
         layouts = [x for x in (self.rowwise, self.colwise) if x is not None]
-        if not layouts or (source.row_counts is not None and self.in_rows):
-            return False
-        if isinstance(source, Matrix):
-            return True
+        if isinstance(source, Matrix) or not layouts:
+            return bool(layouts)
         r, c = self.shape
         width = source.values.shape[2] // (1 + isinstance(source, Gate))
         # Each row of a block is one group of packed codes.
@@ -169,7 +167,7 @@ def _quantize_blocks(
         )
         return Layouts(of_rows.rowwise, of_columns.colwise)
     shape = source.shape
-    if isinstance(source, Matrix) and source.row_counts is None:
+    if isinstance(source, Matrix):
         # A program need not load and round rows that the only row of blocks lacks.
         r = min(r, max(16, triton.next_power_of_2(shape[1])))
     kernel, inputs, unit = _kernel_of(source)

@@ -50,6 +50,25 @@ def quantize_row_block(
 
 
 @triton.jit
+def store_empty_rows(outputs, at, offsets, CONFIG: tl.constexpr):
+    """Stores scales and sums of a block without rows: zeros."""
+    r: tl.constexpr = CONFIG.r
+    c: tl.constexpr = CONFIG.c
+    ROWWISE: tl.constexpr = CONFIG.rowwise
+    COLWISE: tl.constexpr = CONFIG.colwise
+    _, row_scales, _ = outputs[0]
+    _, column_scales, column_sums = outputs[2]
+    if ROWWISE is not None:
+        _store_row_scales(tl.zeros((r,), tl.float32), row_scales, at, c, ROWWISE)
+    if CONFIG.colwise_in_blocks:
+        tl.store(column_scales + offsets[1], 0.0)
+    elif COLWISE is not None:
+        _store_column_scales(tl.zeros((c,), tl.float32), column_scales, at, r, COLWISE)
+    if CONFIG.column_sums:
+        tl.store(column_sums + offsets[1], 0.0)
+
+
+@triton.jit
 def _quantize_held(tiles, noise, outputs, at, offsets, CONFIG: tl.constexpr):
     """Quantizes a block whose tiles registers hold."""
     ROWWISE: tl.constexpr = CONFIG.rowwise

@@ -13,7 +13,10 @@ from fbq_jax.kernels.triton.block_codes import widen
 from fbq_jax.kernels.triton.block_quantize import quantize_block, store_empty
 from fbq_jax.kernels.triton.block_tiles import load, locate_block
 from fbq_jax.kernels.triton.packed import load_packed
-from fbq_jax.kernels.triton.row_block_quantize import quantize_row_block
+from fbq_jax.kernels.triton.row_block_quantize import (
+    quantize_row_block,
+    store_empty_rows,
+)
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 # Without the instructions for subnormal numbers, which do not change 1 + 2**x, nor the
@@ -54,9 +57,11 @@ def quantize_matrix(
     if CONFIG.is_grouped:
         row_count = tl.load(row_counts + at[0])
         if row_count == 0:
-            store_empty(outputs, offsets, CONFIG)
+            _store_empty(outputs, at, offsets, CONFIG)
             return
-        source = x, tl.load(first_rows + at[0]).to(tl.int64), row_count  # type: ignore[assignment]
+        # A pointer to the first row takes fewer registers than its number.
+        first_row = tl.load(first_rows + at[0]).to(tl.int64)
+        source = x + first_row * at[4], 0, row_count  # type: ignore[assignment]
     noise = (seeds, calls, places) if CONFIG.folds_seeds else (seeds,), global_offset
     _quantize(_matrix, source, (), theta, noise, outputs, at, offsets, CONFIG)
 
@@ -124,7 +129,7 @@ def quantize_gate(
     if CONFIG.is_grouped:
         row_count = tl.load(row_counts + at[0])
         if row_count == 0:
-            store_empty(outputs, offsets, CONFIG)
+            _store_empty(outputs, at, offsets, CONFIG)
             return
         source = x, at[0] * rows, row_count  # type: ignore[assignment]
     operands, saved = (source, units), (packed, packed_scales, units)
@@ -160,7 +165,7 @@ def quantize_gate_grad(
     if CONFIG.is_grouped:
         row_count = tl.load(row_counts + at[0])
         if row_count == 0:
-            store_empty(outputs, offsets, CONFIG)
+            _store_empty(outputs, at, offsets, CONFIG)
             return
         source = x, at[0] * rows, row_count  # type: ignore[assignment]
     operands = source, (packed, packed_scales, units)
@@ -189,6 +194,15 @@ def _quantize(
         quantize_block(
             SOURCE, operands, packed, theta, noise, outputs, at, offsets, CONFIG
         )
+
+
+@triton.jit
+def _store_empty(outputs, at, offsets, CONFIG: tl.constexpr):
+    """Stores what belongs to a block without rows."""
+    if CONFIG.in_rows:
+        store_empty_rows(outputs, at, offsets, CONFIG)
+    else:
+        store_empty(outputs, offsets, CONFIG)
 
 
 @triton.jit

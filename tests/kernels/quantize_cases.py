@@ -288,16 +288,20 @@ GROUPED_FALLBACK = _groups(
         ),
     ]
 )
-# XLA gathers these.
-GATHERED = _groups(
+GROUPED_ROWS = _groups(
     [
         (
             *(90, (30, 0, 41), 130, "bfloat16", 32),
             *(noisy(1, 128), noisy(32, 128, sums=True)),
         ),
-        (70, (40, 30), 65, "float32", 64, near(1, None), noisy(None, 1)),
+        (*_LARGE_GROUPS, near(1, 128), noisy(128, 1)),
+        (*_SMALL_GROUPS, near(1, 128), near(64, 1), FLOAT8),
+        (300, (270, 0, 20), 140, "bfloat16", 256, noisy(1, 256), noisy(256, 256)),
+        (40, (0, 0), 64, "bfloat16", 32, noisy(1, 64), None),
     ]
 )
+# XLA gathers this.
+GATHERED = _groups([(70, (40, 30), 65, "float32", 64, near(1, None), noisy(None, 1))])
 # Norms and gates: shape of the output, dtype, bits.
 _LAYERS = [
     ((1, 100, 128), "bfloat16", 10, near(128, 128), noisy(128, 128), absmax(9.0)),
@@ -351,6 +355,11 @@ GATES_OF_TILES = _cases(
         ),
         ((2, 32, 256), "float32", 10, None, False, near(32, 128), None),
         ((2, 32, 128), "bfloat16", 10, (7, 0), True, near(1, 128), noisy(32, 1)),
+        ((3, 32, 256), "bfloat16", 10, _THREE, False, near(1, 128), None),
+        (
+            *((2, 64, 256), "float32", 12, _TWO, False),
+            *(near(1, 128), near(64, 1), FLOAT8),
+        ),
     ],
 )
 GRADS_OF_TILES = _cases(
@@ -372,12 +381,21 @@ GRADS_OF_TILES = _cases(
             *(near(32, 128), near(32, 128, sums=True)),
         ),
         ((2, 32, 128), "bfloat16", 10, (7, 0), True, near(1, 128), noisy(32, 1)),
+        (
+            *((3, 32, 256), "bfloat16", 10, _THREE, False),
+            *(noisy(1, 128), noisy(32, 128, sums=True)),
+        ),
+        (
+            *((2, 64, 256), "float32", 12, _TWO, False),
+            *(near(1, 128), near(64, 1), FLOAT8),
+        ),
     ],
 )
 
 
 ALL = [*BLOCKS, *FALLBACK, *VECTORS, PER_TENSOR, *ROWS, *ROWS_AND_BLOCKS]
-ALL += [*FLOAT8_BLOCKS, *FLOAT8_ROWS, *GROUPED, *GROUPED_FALLBACK, *GATHERED]
+ALL += [*FLOAT8_BLOCKS, *FLOAT8_ROWS, *GROUPED, *GROUPED_FALLBACK]
+ALL += [*GROUPED_ROWS, *GATHERED]
 ALL += [*NORMS, *GATES, *GRADS, *NORMS_IN_ROWS, *GATES_IN_ROWS, *GRADS_IN_ROWS]
 ALL += [*GATES_OF_TILES, *GRADS_OF_TILES]
 

@@ -43,7 +43,8 @@ def from_fast(table, first):
             [cases.PER_TENSOR],
         ),
         *(cases.ROWS, cases.ROWS_AND_BLOCKS, cases.FLOAT8_BLOCKS, cases.FLOAT8_ROWS),
-        *(cases.GROUPED, cases.GROUPED_FALLBACK, cases.GATHERED),
+        *(cases.GROUPED, cases.GROUPED_FALLBACK),
+        *(cases.GROUPED_ROWS, cases.GATHERED),
         *(from_fast(cases.NORMS, 1), cases.GATES, cases.GRADS, cases.of_bits(9)),
         *(from_fast(cases.NORMS_IN_ROWS, 3), cases.GATES_IN_ROWS),
         from_fast(cases.GRADS_IN_ROWS, 1),
@@ -71,7 +72,7 @@ def supported(*tables, fast=1):
     [
         *supported(cases.BLOCKS, cases.FALLBACK, cases.GROUPED),
         *supported(cases.GROUPED_FALLBACK, cases.GATES, cases.GRADS),
-        *with_first_fast([*cases.VECTORS, cases.GATHERED[1]]),
+        *with_first_fast([*cases.VECTORS, *cases.GATHERED]),
         *supported(cases.NORMS, cases.GATES_OF_TILES, cases.GRADS_OF_TILES, fast=0),
     ],
 )

@@ -14,12 +14,15 @@ from fbq_jax.kernels.layer_sources import Gate, GateGrad
 from fbq_jax.ops.op import LocalOp
 from tests import oracle
 from tests.kernels.quantize_cases import heavy
-from tests.marks import rows_with_first_fast, with_first_fast
+from tests.marks import rows_with_first_fast
 
 E, D, F = 5, 40, 48
 X, DY = heavy((70, D)), heavy((70, D), 1)
 FALLBACK = dataclasses.replace(recipes.fallback, block=32)
-BLOCK = dataclasses.replace(recipes.block, block=(32, 128, 64))
+BLOCK, ROW_BLOCK, FP8_ROW_BLOCK = (
+    dataclasses.replace(recipe, block=(32, 128, 64))
+    for recipe in (recipes.block, recipes.row_block_lhs, recipes.fp8_row_block_lhs)
+)
 LAYER = MoEMLP(Routing(E), F, dot_general=FallbackDot(FALLBACK))
 MUTABLE = ["fallback", "expert_stats", "intermediates"]
 
@@ -65,10 +68,13 @@ def trainer(layer):
     rows_with_first_fast(
         [
             (FALLBACK, F, {}),
+            (ROW_BLOCK, 256, {}),
             (BLOCK, 256, {}),
+            (FP8_ROW_BLOCK, 256, {}),
             (dataclasses.replace(recipes.jetfire, block=32), F, {"top_k": 3}),
             (FALLBACK, F, {"capacity_factor": 0.7}),
-        ]
+        ],
+        2,
     ),
 )
 def test_a_step_has_the_bits_of_the_layers_in_sequence(
@@ -96,8 +102,13 @@ def test_a_step_has_the_bits_of_the_layers_in_sequence(
             assert np.any(rates)
 
 
-@pytest.mark.parametrize("bits", with_first_fast([10, None]))
-def test_the_hidden_activation_is_quantized_by_fused_ops(monkeypatch, bits):
+@pytest.mark.parametrize(
+    ("recipe", "bits"),
+    rows_with_first_fast(
+        [(FALLBACK, 10), (ROW_BLOCK, 10), (FP8_ROW_BLOCK, 10), (FALLBACK, None)], 2
+    ),
+)
+def test_the_hidden_activation_is_quantized_by_fused_ops(monkeypatch, recipe, bits):
     sources, run = set(), LocalOp.__call__
 
     def recorded(self, source, *operands, **options):
@@ -105,7 +116,8 @@ def test_the_hidden_activation_is_quantized_by_fused_ops(monkeypatch, bits):
         return run(self, source, *operands, **options)
 
     monkeypatch.setattr(LocalOp, "__call__", recorded)
-    layer = dataclasses.replace(LAYER, bits=bits)
+    dot = FallbackDot(recipe)
+    layer = dataclasses.replace(LAYER, bits=bits, dot_general=dot)
     x = jax.ShapeDtypeStruct((300, D), jnp.float32)  # a shape no other test traces
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     params = variables.pop("params")

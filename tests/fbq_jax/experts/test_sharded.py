@@ -435,6 +435,8 @@ def test_room_for_any_loads():
         ({"recipe": Recipe(criterion="l1")}, "criterion='absmax' or None"),
         ({"recipe": Recipe(block=256)}, "rows that divide 128"),
         ({"recipe": recipes.rowwise}, "devices take .* scales='block' .* got rowwise"),
+        ({"recipe": recipes.row_block_lhs}, "scales='block' .* got row_block_lhs"),
+        ({"recipe": recipes.fp8_row_block_lhs}, "INT8 .* got fp8_row_block_lhs"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):

@@ -32,6 +32,11 @@ def dense(dot_general):
     return nn.Dense(128, dtype=jnp.bfloat16, dot_general=dot_general)
 
 
+def experts(dot_general):
+    routing = Routing(num_experts=4)
+    return MoEMLP(routing, 128, dtype=jnp.bfloat16, dot_general=dot_general)
+
+
 MODULES = {
     "dense": dense(fallback_dot),
     "rowwise backward": dense(FallbackDot(recipes.fallback_rowwise_bwd)),
@@ -39,9 +44,7 @@ MODULES = {
     "norm and dense": NormDense(128),
     "gated MLP": GatedMLP(128),
     "fp8": dense(fp8_dot),
-    "experts": MoEMLP(
-        Routing(num_experts=4), 128, dtype=jnp.bfloat16, dot_general=fallback_dot
-    ),
+    "experts": experts(fallback_dot),
 }
 
 
@@ -184,6 +187,30 @@ def test_each_layer_adds_few_launches(dot_general, most):
         return len(re.findall(r" (?:fusion|custom-call|copy)\(", main))
 
     assert launches(3) - launches(2) <= most
+
+
+@needs_compiler
+@pytest.mark.usefixtures("triton_calls")
+@pytest.mark.parametrize(
+    "name", with_first_fast(["row_block_lhs", "fp8_row_block_lhs"])
+)
+def test_experts_with_scales_of_rows_launch_what_blocks_do(name, monkeypatch):
+    """The same kernels, and not more of XLA's own."""
+    monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "mosaic")
+
+    def launches(recipe):
+        module = experts(FallbackDot(recipe))
+        text = compile_for_h200(step_of(module), module, (256, 256))
+        main = text[text.index("\nENTRY") :]
+        kernels = re.findall(r'"mosaic_gpu_v2"|name = "quantize_\w+"', main)
+        return sorted(kernels), len(re.findall(r" (?:fusion|copy)\(", main))
+
+    (kernels, others), blocks = map(launches, (recipes.NAMED[name], recipes.block))
+    assert kernels == blocks[0]
+    assert {'name = "quantize_gate"', 'name = "quantize_gate_grad"'} < set(kernels)
+    assert kernels.count('"mosaic_gpu_v2"') == 5  # x needs no gradient
+    assert others <= blocks[1]
 
 
 @pytest.mark.gpu

@@ -377,6 +377,8 @@ def test_quantization_of_layers(capability, dtype, bits, block, criterion):
             (gate(*args, grouped=True), forward, fallback),
             (gate_grad(*args, grouped=True), backward, {}),
             (gate(*args), in_rows, {}),
+            (gate(*args, grouped=True), in_rows, {}),
+            (gate_grad(*args, grouped=True), summed, {}),
         ]
     kernels = [
         kernel
@@ -393,11 +395,19 @@ def test_quantization_of_layers(capability, dtype, bits, block, criterion):
 
 @pytest.mark.exhaustive
 @capabilities
-def test_quantization_of_groups(capability):
+@pytest.mark.parametrize(
+    ("layouts", "options"),
+    [
+        ((near(128, 128), noisy(128, 128)), {"criterion": "absmax"}),
+        ((near(1, 128), noisy(128, 1)), {}),
+        ((noisy(1, 128), noisy(128, 128, sums=True)), {}),
+    ],
+)
+def test_quantization_of_groups(capability, layouts, options):
     index = array((40,), "int32")
     source = Matrix(array((4096, 4096), "bfloat16"), index, index, 128)
-    layouts = near(128, 128), noisy(128, 128)
-    compiled_quantize(source, *layouts, capability=capability, criterion="absmax")
+    (kernel,) = compiled_quantize(source, *layouts, capability=capability, **options)
+    check_width([kernel])
 
 
 @pytest.mark.parametrize("capability", with_first_fast([90, 80]))
