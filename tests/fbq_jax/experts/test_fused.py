@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fbq_jax import FallbackDot, MoEMLP, Routing, recipes
+from fbq_jax import FallbackDot, MoEMLP, Routing, recipes, save_codes
 from fbq_jax.experts import mlp
 from fbq_jax.kernels.layer_sources import Gate, GateGrad
 from fbq_jax.ops.op import LocalOp
 from tests import oracle
+from tests.gpus import compile_for_hopper, h200s, needs_compiler
 from tests.kernels.quantize_cases import heavy
-from tests.marks import rows_with_first_fast
+from tests.marks import rows_with_first_fast, with_first_fast
 
 E, D, F = 5, 40, 48
 X, DY = heavy((70, D)), heavy((70, D), 1)
@@ -147,6 +150,60 @@ def test_a_gate_of_two_bytes_is_rounded_once(unfused):
     assert np.any(y != unfused_y)
     assert oracle.relative(y, unfused_y) < 0.01
     assert max(jax.tree.leaves(jax.tree.map(oracle.relative, got, want))) < 0.02
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", with_first_fast(["row_block_lhs", "block"]))
+def test_a_layer_more_takes_the_memory_of_its_codes(monkeypatch, name):
+    """Of scanned and rematerialized layers, compiled for an H200, in a training step.
+
+    Beside codes and packed values, each saves scales and its input.
+    """
+    compile_for_hopper(monkeypatch)
+    sharding = NamedSharding(h200s(1, "all"), PartitionSpec())
+    layer = MoEMLP(
+        Routing(16, top_k=8),
+        256,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+        dot_general=FallbackDot(recipes.NAMED[name]),
+    )
+
+    def step(length):
+        """The loss of a stack, what it is differentiated by, and the state."""
+
+        def layers(layer, x):
+            block = nn.remat(lambda m, x: (x + m(x), None), policy=save_codes)
+            axes = dict.fromkeys(("params", *MUTABLE), 0)
+            scan = nn.scan(block, axes, split_rngs={"params": True}, length=length)
+            return scan(layer, x)[0]
+
+        def loss(given, state):
+            params, x = given
+            y, updates = nn.apply(layers, layer, MUTABLE)({**params, **state}, x)
+            return jnp.sum(y.astype(jnp.float32)), updates
+
+        x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+        state = dict(jax.eval_shape(nn.init(layers, layer), jax.random.key(0), x))
+        params = {"params": state.pop("params")}
+        return loss, (params, x), state
+
+    def temporary_bytes(length):
+        loss, *args = step(length)
+        placed = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
+        )
+        compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(*placed).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    def residuals(given, state):
+        return jax.vjp(lambda given: loss(given, state), given, has_aux=True)[1]
+
+    loss, *args = step(4)
+    saved = jax.tree.leaves(jax.eval_shape(residuals, *args))
+    codes = sum(x.size for x in saved if x.dtype.itemsize == 1)  # and packed values
+    more = temporary_bytes(8) - temporary_bytes(4)
+    assert codes < more <= 1.1 * codes
 
 
 def test_methods_that_capture_outputs():
