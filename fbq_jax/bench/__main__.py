@@ -10,7 +10,7 @@ from typing import Any
 from fbq_jax.bench import cli, report, results
 from fbq_jax.contrib import needs
 
-SECTIONS = ("step", "map", "gemm", "linear", "moe", "serve")
+SECTIONS = ("step", "map", "gemm", "linear", "grouped", "moe", "serve")
 LLAMA = "python -m experiments.bench"
 
 

@@ -58,27 +58,36 @@ class Comparison:
     def _rows(self, programs: Sequence[Program], effort: Effort) -> Iterator[Row]:
         exact = self.exact
         for program in programs:
-            what = f"{program.what} at {self.shape}"
-            step = RunningStep(program.step, program.start(), *self.inputs)
-            for _ in range(self.settling_steps - 1):
-                step()
-            results = self.results(step)
-            exact = exact or results
-            errors = measure.checked_errors(self.limits, results, exact, what)
-            timing = measure.timing(step, effort=effort, burst_of=self.burst_of)
-            if self.checks_rates:
-                require_rates(program, step, what)
-            rates = program.rates(step.state)
-            yield row(
-                timing,
-                self.work,
-                what=program.what,
-                implementation=program.implementation,
-                shape=self.shape,
-                fallback=sum(rates) / len(rates) if rates else None,
-                errors=errors,
-                compile_s=program.compile_s,
-            )
+            measured, exact = self._measure(program, exact, effort)
+            yield measured
+
+    def _measure(
+        self, program: Program, exact: Results, effort: Effort
+    ) -> tuple[Row, Results]:
+        """The row of a program, and what the next one is compared with."""
+        what = f"{program.what} at {self.shape}"
+        step = RunningStep(program.step, program.start(), *self.inputs)
+        for _ in range(self.settling_steps - 1):
+            step()
+        results = self.results(step)
+        exact = exact or results
+        errors = measure.checked_errors(self.limits, results, exact, what)
+        del results  # may take much memory
+        timing = measure.timing(step, effort=effort, burst_of=self.burst_of)
+        if self.checks_rates:
+            require_rates(program, step, what)
+        rates = program.rates(step.state)
+        measured = row(
+            timing,
+            self.work,
+            what=program.what,
+            implementation=program.implementation,
+            shape=self.shape,
+            fallback=sum(rates) / len(rates) if rates else None,
+            errors=errors,
+            compile_s=program.compile_s,
+        )
+        return measured, exact
 
 
 def require_rates(program: Program, step: RunningStep, what: str) -> None:

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from fbq_jax import recipes
-from fbq_jax.bench import data, layers
+from fbq_jax.bench import data, layers, matmuls
 from fbq_jax.bench.compare import Comparison, Program, compile_step
 from fbq_jax.bench.measure import Effort
 from fbq_jax.bench.results import Row
@@ -20,11 +19,20 @@ from fbq_jax.experts.routing import Routing
 from fbq_jax.linen.dot import FallbackDot
 from fbq_jax.linen.moe import MoEMLP
 from fbq_jax.linen.step_codes import quantize_weights_once
-from fbq_jax.ops import dispatch
 from fbq_jax.optim.code_writer import write_codes
 
-#: ``(tokens, D, F, experts, experts of a token)`` of Mixtral 8x7B and Qwen3-30B-A3B.
-SHAPES = ((8192, 4096, 14336, 8, 2), (4096, 2048, 768, 128, 8))
+#: ``(tokens, D, F, experts, experts of a token)`` of Mixtral 8x7B, Qwen3-30B-A3B and
+#: DeepSeek-V3.
+SHAPES = (
+    (8192, 4096, 14336, 8, 2),
+    (4096, 2048, 768, 128, 8),
+    (8192, 7168, 2048, 256, 8),
+)
+# DeepSeek-V3's scores, and its bias for each expert.  It also restricts a token to
+# groups of experts, multiplies the weights by 2.5 and adds an expert for all tokens.
+_ROUTINGS = {
+    (256, 8): Routing(256, top_k=8, scores="sigmoid", bias_update_rate=0.001),
+}
 _SETTLING_STEPS = 8
 # The largest errors of INT8 against bf16, through both projections.
 _LIMITS = dict.fromkeys(("y", "dx", "dw"), 0.2)
@@ -43,14 +51,13 @@ def rows(
     multiplies in bf16 by Tokamax where that is installed, else by ``lax.ragged_dot``,
     and saves the gate in bf16; the recipes save it as ``MoEMLP`` does by default.
     """
-    choice = dispatch.choose("matmul", (128, 128, 128), implementation=implementation)
-    products: list[tuple[Any, ...]] = [_bf16()]
-    for name in layers.RECIPES:
-        dot = FallbackDot(recipes.NAMED[name], implementation=choice.implementation)
-        products.append((name, choice.backend, dot))
+    products: list[tuple[Any, ...]] = [bf16()]
+    for name, recipe, backend in matmuls.supported(matmuls.TIMED, implementation):
+        dot = FallbackDot(recipe, implementation=implementation)
+        products.append((name, backend, dot))
         kept = layers.name_with_codes(name)
-        products.append((kept, choice.backend, dot, "kept"))
-        products.append((f"{kept} and written", choice.backend, dot, "written"))
+        products.append((kept, backend, dot, "kept"))
+        products.append((f"{kept} and written", backend, dot, "written"))
     for shape in shapes:
         tokens, width, hidden, _, top_k = shape
         keys = jax.random.split(jax.random.key(0), 3)
@@ -67,7 +74,7 @@ def rows(
         ).rows([_program(shape, (params, x, dy), *p) for p in products], effort)
 
 
-def _bf16() -> tuple[str, str, Any]:
+def bf16() -> tuple[str, str, Any]:
     """The name, the backend and the ``dot_general`` of the baseline."""
     try:
         dot = importlib.import_module("tokamax").ragged_dot
@@ -98,7 +105,7 @@ def _program(
 def _layer(shape: tuple[int, ...], dot_general: Any) -> MoEMLP:
     _, _, hidden, experts, top_k = shape
     return MoEMLP(
-        Routing(num_experts=experts, top_k=top_k),
+        _ROUTINGS.get((experts, top_k)) or Routing(experts, top_k),
         hidden,
         bits=MoEMLP.bits if isinstance(dot_general, FallbackDot) else None,
         param_dtype=jnp.bfloat16,

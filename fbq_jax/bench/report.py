@@ -32,6 +32,7 @@ HEADINGS = {
     ),
     "gemm": Heading("Block-scaled GEMM, bf16 out", "M, N, K"),
     "linear": Heading("Linear layer, forward and backward: Y, dX and dW", "M, K, N"),
+    "grouped": Heading("Products of experts: Y, dX and dW", "M, K, N, experts"),
     "moe": Heading(
         "Mixture of experts, forward and backward, with router, dispatch and combine",
         "tokens, D, F, experts, top k",

@@ -35,11 +35,11 @@ class MoEMLP(nn.Module):
     A router in float32 selects the ``top_k`` experts of each token and their weights
     (``fbq_jax.Routing`` has the settings).  Tokens are sorted by expert, so that each
     projection of all experts is one ``ragged_dot``: ``gate_up``, with the gate in the
-    first half of its columns, and ``down``.  If both have one recipe, with INT8 scales
-    per block, that ``fbq_jax.fuses`` accepts, and ``bits`` is not None, the gate
-    between them is fused with quantization (``fbq_jax.experts.fused``).  No token is
-    dropped, unless the routing has a ``capacity_factor``.  The caller adds norms, skip
-    connections and shared experts.
+    first half of its columns, and ``down``.  If both have one recipe that
+    ``fbq_jax.fuses`` accepts, and ``bits`` is not None, the gate between them is fused
+    with quantization (``fbq_jax.experts.fused``).  No token is dropped, unless the
+    routing has a ``capacity_factor``.  The caller adds norms, skip connections and
+    shared experts.
 
     Training makes these collections mutable:
 

@@ -51,9 +51,9 @@ def test_table(tmp_path, capsys):
 
 def test_sections_of_other_versions_have_tables(tmp_path, capsys):
     path = tmp_path / "bench.json"
-    results.merge(path, "grouped", results.section(some_rows(), quick=False))
+    results.merge(path, "quantize", results.section(some_rows(), quick=False))
     assert main(["table", str(path)]) == 0
-    assert "**grouped**, on cpu" in capsys.readouterr().out
+    assert "**quantize**, on cpu" in capsys.readouterr().out
 
 
 def test_a_file_that_has_no_table_is_named(tmp_path, capsys):

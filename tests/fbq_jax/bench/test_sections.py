@@ -7,7 +7,16 @@ import pytest
 from jax import lax
 
 from fbq_jax import ops, recipes
-from fbq_jax.bench import gemm, layers, linear, matmuls, measure, moe, serve
+from fbq_jax.bench import (
+    gemm,
+    grouped,
+    layers,
+    linear,
+    matmuls,
+    measure,
+    moe,
+    serve,
+)
 from fbq_jax.ops import dispatch
 from tests.fbq_jax.bench.tools import EFFORT, OPTIONS, check_rates, float_backward
 
@@ -71,7 +80,7 @@ def test_moe():
     assert bf16.what.startswith("bf16, ")
     assert bf16.errors == {"y": 0.0, "dx": 0.0, "dw": 0.0}
     codes = "", ", codes kept", ", codes kept and written"
-    names = [name + more for name in ("block", "fallback") for more in codes]
+    names = [name + more for name in matmuls.TIMED for more in codes]
     assert [row.what for row in others] == names
     for row in others:
         is_fallback = "fallback" in row.what
@@ -79,6 +88,24 @@ def test_moe():
         assert not is_fallback or 0.05 <= row.fallback <= 0.5
         assert row.ratio == pytest.approx(bf16.ms / row.ms)
         assert all(1e-3 < error < 0.2 for error in row.errors.values())
+
+
+@pytest.mark.exhaustive
+def test_grouped():
+    M, K, N, _ = shape = (301, 128, 256, 3)
+    measured = list(grouped.rows([shape], **OPTIONS))
+    check_rates(measured, lambda row: (2 if row.layer else 6) * M * K * N)
+    bf16, *others = measured
+    assert bf16.what.startswith("bf16, ")
+    assert [row.what for row in others if row.errors] == [*grouped._RECIPES]
+    assert [(row.what, row.layer) for row in others if not row.errors] == [
+        (f"{name}, codes", product)
+        for name in grouped._RECIPES
+        for product in ("Y", "dX", "dW")
+    ]
+    for row in others:
+        assert row.ratio == pytest.approx(row.rate / bf16.rate)
+        assert all(1e-3 < error < 0.1 for error in row.errors.values())
 
 
 @pytest.mark.exhaustive
