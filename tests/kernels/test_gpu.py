@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fbq_jax import ops, ragged_dot, save_codes
+from fbq_jax import ops, ragged_dot, recipes, save_codes
 from fbq_jax.kernels import reference
 from fbq_jax.kernels.mosaic import gemm
 from fbq_jax.kernels.quantized import CODE_DTYPES
@@ -372,10 +372,17 @@ def test_nan_stays_in_its_group(implementation):
 
 
 @both
-def test_products_of_groups_have_no_race(implementation):
-    ops = ops_of(implementation)
+@pytest.mark.parametrize(
+    "granularity",
+    [
+        {"blocks": (128, 128, 128), "fallback": 0.2},
+        {"blocks": (1, 128, 128), "tile": 128, "columns": (1, 128)},
+    ],
+)
+def test_products_of_groups_have_no_race(implementation, granularity):
+    ops = ops_of(implementation, granularity["blocks"], grouped=True)
     sizes = 700, 0, 128, 1, 2000, 259
-    case = Experts(sum(sizes), sizes, (1024, 1600), (128, 128, 128), 0.2)
+    case = Experts(sum(sizes), sizes, (1024, 1600), **granularity)
     lhs, rhs, lhs_columns, grad_columns, groups = grouped_cases.problem(case)
 
     def multiply(*args):
@@ -388,7 +395,8 @@ def test_products_of_groups_have_no_race(implementation):
 
 
 @both
-def test_experts_in_a_rematerialized_scan(implementation):
+@pytest.mark.parametrize("name", ["fallback", "row_block_lhs"])
+def test_experts_in_a_rematerialized_scan(implementation, name):
     """Y and all gradients, with several loads in one program."""
     ops_of(implementation)
     x = heavy((600, 256), dtype=jnp.bfloat16) / 20
@@ -396,7 +404,11 @@ def test_experts_in_a_rematerialized_scan(implementation):
 
     def grads(x, w, sizes, implementation):
         dot = functools.partial(
-            ragged_dot, theta=2.0, key=jax.random.key(2), implementation=implementation
+            ragged_dot,
+            recipe=recipes.NAMED[name],
+            theta=2.0,
+            key=jax.random.key(2),
+            implementation=implementation,
         )
 
         @functools.partial(jax.checkpoint, policy=save_codes)
