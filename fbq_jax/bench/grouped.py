@@ -74,9 +74,8 @@ def _by_recipe(recipe: Recipe, implementation: str | None) -> Callable[..., jax.
     key = jax.random.key(1)
 
     def multiply(*args: jax.Array) -> jax.Array:
-        return ragged_dot(*args, recipe=recipe, key=key, implementation=implementation)[
-            0
-        ]
+        y, _ = ragged_dot(*args, recipe=recipe, key=key, implementation=implementation)
+        return y
 
     return multiply
 
