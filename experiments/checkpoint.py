@@ -15,6 +15,7 @@ back; the last trains it.
 import argparse
 import dataclasses
 import functools
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from experiments import result_files, runs, second_terms
 from experiments.studies.operands import operands
 from fbq_jax import FallbackDot, RulesDot, recipes
 from fbq_jax.choice.products import outliers as stand_out
+from fbq_jax.export import ExportError
 
 _TOKENS = 513  # of a sequence
 _PAIR = 2  # sequences of a call
@@ -151,7 +153,7 @@ def schemes(subject: Subject) -> Losses:
 
 
 def exported(subject: Subject) -> Losses:
-    """The losses of exports in each format, which are multiplied as floats."""
+    """The losses of exports in each format that takes the model, as floats."""
     yield "bf16", {}, subject.losses(None, moves=False)
     model = Llama(subject.config, FallbackDot(recipes.row_block_lhs))
     variables, run = {"params": subject.params}, Config(from_hf=str(subject.model))
@@ -159,7 +161,11 @@ def exported(subject: Subject) -> Losses:
         source = tokenizer_source(run, subject.config)
         with tempfile.TemporaryDirectory() as folder, source as like:
             out = Path(folder, name)
-            hf.export(out, name, model, variables, like=like)
+            try:
+                hf.export(out, name, model, variables, like=like)
+            except ExportError as error:
+                print(f"without {name}: {error}", file=sys.stderr)
+                continue
             read = load(next(out.glob("*.gguf"), out), subject.pairs)
         yield name, {}, read.losses(None, moves=False)
 
