@@ -156,7 +156,9 @@ def exported(subject: Subject) -> Losses:
     """The losses of exports in each format that takes the model, as floats."""
     yield "bf16", {}, subject.losses(None, moves=False)
     model = Llama(subject.config, FallbackDot(recipes.row_block_lhs))
-    variables, run = {"params": subject.params}, Config(from_hf=str(subject.model))
+    state = jax.jit(model.init)(jax.random.key(0), subject.pairs[0, :, :-1])
+    variables = {**state, "params": subject.params}
+    run = Config(from_hf=str(subject.model))
     for name in hf.FORMATS:
         source = tokenizer_source(run, subject.config)
         with tempfile.TemporaryDirectory() as folder, source as like:
