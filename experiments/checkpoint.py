@@ -28,7 +28,6 @@ import numpy as np
 from examples.llama import choosing, hf
 from examples.llama.config import Config
 from examples.llama.data import load_corpus
-from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.text import tokenizer_source
@@ -73,26 +72,31 @@ class Subject:
     params: Any
     pairs: np.ndarray
 
-    def losses(self, op: Any, *, moves: bool) -> list[float]:
+    def losses(self, op: Any) -> list[float]:
         """The loss of each pair with a ``dot_general``, after its state has settled."""
         model = Llama(self.config, op)
-        state: Any = {}
 
         @functools.partial(jax.jit, static_argnums=3)
         def loss(params: Any, state: Any, tokens: jax.Array, moves: bool) -> Any:
-            variables = {"params": params, **state}
-            mutable = ["fallback"] if moves else []
-            logits, state = model.apply(variables, tokens[:, :-1], mutable=mutable)
-            return cross_entropy(logits, tokens[:, 1:]), state
+            variables, mutable = {"params": params, **state}, ["fallback"] * moves
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            return model.apply(variables, inputs, targets=targets, mutable=mutable)
 
-        if moves:
-            inputs = self.pairs[0, :, :-1]
-            state = jax.jit(model.init)(jax.random.key(0), inputs)
-            state.pop("params")
-            for pair in self.pairs[:_SETTLING]:
-                _, moved = loss(self.params, state, pair, True)
-                state = {**state, **moved}
+        state = state_of(model, self.pairs[0])
+        for pair in self.pairs[:_SETTLING] if state else ():
+            state |= loss(self.params, state, pair, True)[1]
         return [float(loss(self.params, state, p, False)[0]) for p in self.pairs]
+
+
+def state_of(model: Llama, tokens: Any) -> dict[str, Any]:
+    """The collections of a new model without its parameters."""
+
+    @jax.jit
+    def init() -> dict[str, Any]:
+        variables = model.init(jax.random.key(0), tokens[:, :-1])
+        return {name: x for name, x in variables.items() if name != "params"}
+
+    return init()
 
 
 def load(model: Path, pairs: np.ndarray) -> Subject:
@@ -133,31 +137,30 @@ def compared(found: Losses) -> Iterator[dict[str, Any]]:
 
 def losses(subject: Subject) -> Losses:
     """The losses of a model that is quantized without training, by recipe."""
-    yield "bf16", {}, subject.losses(None, moves=False)
+    yield "bf16", {}, subject.losses(None)
     for name, recipe in recipes.NAMED.items():
-        yield name, {}, subject.losses(FallbackDot(recipe), moves=True)
+        yield name, {}, subject.losses(FallbackDot(recipe))
     tokens = jnp.asarray(subject.pairs[0])
     report = choosing.choose(Llama(subject.config), subject.params, tokens)
     rules = {pattern: str(recipe) for pattern, recipe in report.rules.items()}
-    found = subject.losses(RulesDot(report.rules), moves=True)
+    found = subject.losses(RulesDot(report.rules))
     yield "chosen", {"rules": rules}, found
 
 
 def schemes(subject: Subject) -> Losses:
     """The losses with rounded operands, and errors of Y, by scheme."""
-    yield "bf16", {}, subject.losses(None, moves=False)
+    yield "bf16", {}, subject.losses(None)
     for name, scheme in second_terms.schemes().items():
         product = functools.partial(second_terms.dot_general, scheme)
-        found = subject.losses(product, moves=False)
+        found = subject.losses(product)
         yield name, {"errors": second_terms.errors(scheme)}, found
 
 
 def exported(subject: Subject) -> Losses:
     """The losses of exports in each format that takes the model, as floats."""
-    yield "bf16", {}, subject.losses(None, moves=False)
+    yield "bf16", {}, subject.losses(None)
     model = Llama(subject.config, FallbackDot(recipes.row_block_lhs))
-    state = jax.jit(model.init)(jax.random.key(0), subject.pairs[0, :, :-1])
-    variables = {**state, "params": subject.params}
+    variables = {**state_of(model, subject.pairs[0]), "params": subject.params}
     run = Config(from_hf=str(subject.model))
     for name in hf.FORMATS:
         source = tokenizer_source(run, subject.config)
@@ -169,7 +172,7 @@ def exported(subject: Subject) -> Losses:
                 print(f"without {name}: {error}", file=sys.stderr)
                 continue
             read = load(next(out.glob("*.gguf"), out), subject.pairs)
-        yield name, {}, read.losses(None, moves=False)
+        yield name, {}, read.losses(None)
 
 
 def tuned(model: Path, text: Path, seeds: tuple[int, ...]) -> Iterator[dict[str, Any]]:

@@ -12,9 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import fnmatch
-import importlib
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -36,7 +34,7 @@ from examples.llama.step import (
 )
 from experiments import result_files
 from experiments.bench import harness, memory
-from fbq_jax.bench import measure
+from fbq_jax.bench import measure, moe
 
 Sizes = dict[str, Any]
 MODELS: dict[str, Sizes] = {
@@ -128,16 +126,14 @@ SETTINGS = (
 
 def _with_tokamax() -> Any:
     """A ``dot_general`` in bf16 whose experts multiply by Tokamax; None without it."""
-    try:
-        ragged_dot = importlib.import_module("tokamax").ragged_dot
-    except ImportError as error:
-        print(f"without tokamax: {error}", file=sys.stderr)
+    *_, experts = moe.bf16()
+    if experts is None:
         return None
 
     def dot_general(*operands: Any, **options: Any) -> jax.Array:
         return jax.lax.dot_general(*operands, **options)
 
-    dot_general.ragged_dot = ragged_dot  # type: ignore[attr-defined]
+    dot_general.ragged_dot = experts.ragged_dot  # type: ignore[attr-defined]
     return dot_general
 
 
