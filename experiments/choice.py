@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from fbq_jax.choice.choosing import CANDIDATES
 PLANTED = 3, 8  # layers
 _FACTOR = 2.0**6  # of the channels that get outliers
 _CHANNELS = 2
-_SEEDS = 2
+SEEDS = 0, 1
 # Of the runs of 128 million and of a billion parameters.
 _STEPS = (
     {"steps": 384, "eval_every": 384, "save_every": 0, "check_every": 0},
@@ -160,7 +160,7 @@ def planted(sizes: Sizes) -> Iterator[dict[str, Any]]:
     yield as_row(report)
     ops = {name: FallbackDot(recipes.NAMED[name]) for name in CANDIDATES}
     held_out = data("val", 16, 0)
-    for seed in range(_SEEDS):
+    for seed in SEEDS:
         more = data("train", sizes.more_steps, 1 + seed)
         for name, op in {"bf16": None, **ops, "chosen": RulesDot(rules)}.items():
             bits = None if op is None else 10
@@ -184,10 +184,10 @@ def speed() -> Iterator[dict[str, Any]]:
         yield as_row(choosing.choose(model, params, tokens))
 
 
-def pretraining(data: Path) -> Iterator[dict[str, Any]]:
+def pretraining(data: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The validation losses and the speeds of two Llamas, by recipe and seed."""
     sizes = {"128M": FULL.pretrain | _STEPS[0], "1B": LARGER.pretrain | _STEPS[1]}
-    for seed in range(_SEEDS):
+    for seed in seeds:
         for size, options in sizes.items():
             for recipe in ("bf16", *CANDIDATES, AUTO):
                 config = Config(data=str(data), recipe=recipe, seed=seed, **options)
@@ -216,6 +216,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     of = {name: commands.add_parser(name) for name in COMMANDS}
     of["pretraining"].add_argument("--data", type=Path, required=True)
+    of["pretraining"].add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     for field in dataclasses.fields(Sizes):
         kind: Any = type(field.default)
         of["planted"].add_argument(f"--{field.name}", type=kind, default=field.default)
