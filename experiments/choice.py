@@ -43,11 +43,15 @@ PLANTED = 3, 8  # layers
 _FACTOR = 2.0**6  # of the channels that get outliers
 _CHANNELS = 2
 SEEDS = 0, 1
-# Of the runs of 128 million and of a billion parameters.
-_STEPS = (
-    {"steps": 384, "eval_every": 384, "save_every": 0, "check_every": 0},
-    {"steps": 64, "eval_every": 64, "save_every": 0, "check_every": 0},
-)
+# The options of runs by the number of parameters.
+SIZES: dict[str, dict[str, Any]] = {
+    size: pretrain
+    | {"steps": steps, "eval_every": steps, "save_every": 0, "check_every": 0}
+    for size, pretrain, steps in (
+        ("128M", FULL.pretrain, 256),
+        ("1B", LARGER.pretrain, 64),
+    )
+}
 # The shapes of `harness.Program`.
 MODELS = (
     *((4096, 14336, 4, 8), (2048, 5632, 22, 4), (2048, 5632, 4, 4)),
@@ -181,15 +185,18 @@ def speed() -> Iterator[dict[str, Any]]:
         model, key = Llama(config), jax.random.key(0)
         tokens = jax.random.randint(key, (sequences, length + 1), 0, config.vocab_size)
         params = jax.jit(model.init)(key, tokens[:, :-1])["params"]
-        yield as_row(choosing.choose(model, params, tokens))
+        name = f"{config.hidden_size}, {config.num_layers} layers, {tokens.size} tokens"
+        yield {"model": name} | as_row(choosing.choose(model, params, tokens))
 
 
-def pretraining(data: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The validation losses and the speeds of two Llamas, by recipe and seed."""
-    sizes = {"128M": FULL.pretrain | _STEPS[0], "1B": LARGER.pretrain | _STEPS[1]}
+def pretraining(
+    data: Path, seeds: Sequence[int], sizes: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """The validation losses and the speeds of Llamas, by recipe and seed."""
     for seed in seeds:
-        for size, options in sizes.items():
+        for size in sizes:
             for recipe in ("bf16", *CANDIDATES, AUTO):
+                options = SIZES[size]
                 config = Config(data=str(data), recipe=recipe, seed=seed, **options)
                 found = runs.figures(config)
                 figures = {k: found[k] for k in ("val_loss", "tokens_per_s")}
@@ -217,6 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     of = {name: commands.add_parser(name) for name in COMMANDS}
     of["pretraining"].add_argument("--data", type=Path, required=True)
     of["pretraining"].add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    of["pretraining"].add_argument("--sizes", choices=SIZES, nargs="+", default=SIZES)
     for field in dataclasses.fields(Sizes):
         kind: Any = type(field.default)
         of["planted"].add_argument(f"--{field.name}", type=kind, default=field.default)

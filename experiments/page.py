@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 
 from examples.llama import atomic
 from examples.llama.plot import save
-from experiments import markdown, pictures, tables
+from experiments import markdown, model_tables, pictures, tables
 from experiments.result_files import ResultsError
 from experiments.studies import CURVES
 
 RESULTS = Path(__file__).parent / "results"
 _EVIDENCE = Path(__file__).parents[1] / "docs/evidence"
-PAGES = tuple(_EVIDENCE / f"{name}.md" for name in ("experiments", "seeds"))
+PAGES = tuple(_EVIDENCE / f"{name}.md" for name in ("experiments", "models", "seeds"))
 # The page with all tables of other results, in their folder.
 OTHER_PAGE = "tables.md"
 NOT_RUN = "*Not run yet.*"
@@ -32,6 +32,16 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "blocks": tables.blocks,
     "longer": tables.longer,
     "killed": tables.killed,
+}
+# Of results that other commands than ``python -m experiments`` write.
+MODEL_TABLES: dict[str, Callable[[Path], str]] = {
+    "added-losses": model_tables.added_losses,
+    "schemes": model_tables.schemes,
+    "steps": model_tables.steps,
+    "parts": model_tables.parts,
+    "planted": model_tables.planted,
+    "predictions": model_tables.predictions,
+    "pretraining": model_tables.pretraining,
 }
 PICTURES: dict[str, Callable[[Path], Figure | None]] = {
     "losses": pictures.losses,
@@ -79,7 +89,7 @@ def fill(page: Path, text: str, root: Path = RESULTS) -> str:
 
     def content(place: str) -> str:
         folder, name = _parts(page, root, place)
-        parts = [TABLES[name](folder)] if name in TABLES else []
+        parts = [of[name](folder) for of in (TABLES, MODEL_TABLES) if name in of]
         if name in PICTURES and (file := folder / f"{name}.png").exists():
             parts.append(f"![{name}]({os.path.relpath(file, page.parent)})")
         return "\n\n".join(filter(None, parts)) or NOT_RUN
@@ -90,8 +100,8 @@ def fill(page: Path, text: str, root: Path = RESULTS) -> str:
 def _parts(page: Path, root: Path, place: str) -> tuple[Path, str]:
     """The folder of the results of a place, and the name of what it shows."""
     size, _, name = place.rpartition("/")
-    if name not in NAMES:
+    if name not in (known := (*NAMES, *MODEL_TABLES)):
         raise ResultsError(
-            f"{page} has a place for {name}; there are {', '.join(NAMES)}"
+            f"{page} has a place for {name}; there are {', '.join(known)}"
         )
     return root / size, name

@@ -152,7 +152,8 @@ def make_train_step(
     each of which also updates the state of the layers. The old state is donated.
     """
 
-    @partial(jax.jit, donate_argnums=0)
+    # With what it does not read, such as fallback rates, the state stays in its place.
+    @partial(jax.jit, donate_argnums=0, keep_unused=True)
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, Metrics]:
         carry, measured = _accumulate(model, state, tokens)
         fallback, overwritten, total = carry

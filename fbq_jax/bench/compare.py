@@ -115,7 +115,10 @@ def compile_step(step: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     A kernel that this process has compiled for another program adds little to them.
     """
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
+    # Without ``keep_unused``, state that a step does not read would not be donated:
+    # the buffers of other state would move, and CUDA graphs with them.
+    jitted = jax.jit(step, donate_argnums=0, keep_unused=True)
+    compiled = jitted.lower(*args).compile()
     return compiled, time.perf_counter() - start
 
 

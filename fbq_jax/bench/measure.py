@@ -6,7 +6,8 @@ single fast launch says little about training. Two times are measured:
 - *Sustained*: the time per call of many calls back to back, after a warm-up. This is
   what training sees, launches and gaps included.
 - *Burst*: the time of one call's kernels on a rested GPU. Neither power nor the host
-  limits it.
+  limits it. Of steps whose state moves, a burst times a few calls back to back, with
+  what the host takes to start the first one.
 """
 
 import contextlib
@@ -43,8 +44,9 @@ class Effort(NamedTuple):
 
 
 # Long batches: the device waits for the host at the start of each one.
-FULL = Effort(warm_up_s=0.5, samples=8, batch_s=0.25, rest_s=0.5, launches=10)
+FULL = Effort(warm_up_s=0.5, samples=8, batch_s=0.25, rest_s=0.5, launches=20)
 QUICK = Effort(warm_up_s=0.2, samples=5, batch_s=0.05, rest_s=0.2, launches=5)
+_BURSTS = 5
 
 
 class Timing(NamedTuple):
@@ -96,13 +98,16 @@ def timing(
     call = functools.partial(function, *args)
     jax.block_until_ready(call())
     sustained = _sustained(call, effort)
-    time.sleep(effort.rest_s)
     if burst_of == "kernels":
+        time.sleep(effort.rest_s)
         with contextlib.suppress(NoKernelsError):
             # There are no times if no kernel ran, as in a copy.
             if times := _profile(function, args, iterations=effort.launches):
                 return Timing(sustained, statistics.median(times), "kernels")
-    seconds = [_seconds(call, 1) for _ in range(effort.launches)]
+    seconds = []
+    for _ in range(_BURSTS):
+        time.sleep(effort.rest_s)
+        seconds.append(_seconds(call, effort.launches) / effort.launches)
     return Timing(sustained, 1e3 * statistics.median(seconds), "calls")
 
 
@@ -111,7 +116,7 @@ def step_timing(
 ) -> Timing:
     """Times a step ``(state, *args) -> (state, metrics)`` that donates its state.
 
-    Its bursts are of calls, each of which waits for the one before.
+    Its bursts are of calls.
     """
     running = RunningStep(step, state, *args)
     return timing(running, effort=effort, burst_of="calls")

@@ -56,12 +56,13 @@ def test_speed(monkeypatch):
 def test_pretraining(monkeypatch, tmp_path):
     small = {"hidden": 32, "ffn": 64, "layers": 1, "heads": 1, "kv_heads": 1}
     small |= {"seq": 16, "batch": 2, "accumulate": 1, "steps": 2, "eval_every": 2}
-    monkeypatch.setattr(choice, "_STEPS", (small, small))
-    monkeypatch.setattr(choice, "_SEEDS", 1)
+    monkeypatch.setattr(choice, "SIZES", {"small": small, "as small": small})
     monkeypatch.setattr(choice, "CANDIDATES", ("block",))
     (tmp_path / "text").write_bytes(bytes(range(1, 256)) * 20)
     out = tmp_path / "out.json"
-    choice.main(["pretraining", f"--data={tmp_path / 'text'}", f"--out={out}"])
+    choice.main(
+        ["pretraining", f"--data={tmp_path / 'text'}", f"--out={out}", "--seeds=0"]
+    )
     rows = result_files.read(out)["rows"]
     recipes = ["bf16", "block", "auto"]
     assert [row["recipe"] for row in rows] == recipes * 2

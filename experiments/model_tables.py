@@ -1,0 +1,185 @@
+"""Tables of models of users: of one trained elsewhere, of chosen recipes, of an 8B one.
+
+Each is made from a folder of results, and empty without them.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from experiments import result_files
+from experiments.choice import PLANTED
+from experiments.markdown import table
+from experiments.result_files import Json, last_val_loss
+
+# What a kernel's time is a part of, by the start of its name; the rest is XLA's.
+_PARTS: dict[str, tuple[str, ...]] = {
+    "products in INT8": ("kernel_mosaic",),
+    "products in bf16": ("nvjet", "gemm_fusion", "cublas", "sm90_xmma"),
+    "attention (cuDNN)": ("cudnn", "_ZN5cudnn"),
+    "quantization": ("quantize",),
+}
+_REST = "optimizer, loss, residual sums, copies (XLA)"
+_GAPS = "between kernels"
+_STEPS = "llama-3-8b", "llama-3-8b-2"  # with one sequence, and with two
+
+
+def _rows(results: Path, name: str) -> list[Json]:
+    return result_files.one(results, name).get("rows", [])
+
+
+def added_losses(results: Path) -> str:
+    """What recipes add to a model's loss without training, and after training it."""
+    added = {row["what"]: row for row in _rows(results, "losses")}
+    losses: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in _rows(results, "tuned"):
+        losses[row["what"]][row["seed"]] = last_val_loss(row)
+    rows = []
+    for name, row in added.items():
+        if name != "bf16":
+            of = losses.get("auto" if name == "chosen" else name, {})
+            tuned = result_files.differences_from_bf16({**losses, name: of}, name)
+            trained = ", ".join(f"{x:+.4f}" for x in tuned)
+            cell = f"{row['added']:+.4f} ± {row['standard_error']:.4f}"
+            rows.append([name, cell, trained])
+    seeds = ", ".join(map(str, losses.get("bf16", {})))
+    return table(("recipe", "not trained", f"trained, seeds {seeds}"), rows)
+
+
+def schemes(results: Path) -> str:
+    """What schemes add to a model's loss, and their errors by planted outliers."""
+    found: dict[str, dict[str, Json]] = defaultdict(dict)
+    for row in _rows(results, "schemes"):
+        codes, _, scheme = row["what"].partition(": ")
+        found[scheme or codes][codes] = row
+    found.pop("bf16", None)
+    rows, sizes = [], list[str]()
+    for scheme, of in found.items():
+        cells = [scheme]
+        for row in of.values():
+            sizes = list(row["errors"])
+            cells.append(f"{row['added']:+.4f}")
+            cells.append(", ".join(f"{x:.3f}" for x in row["errors"].values()))
+        rows.append(cells)
+    head = (
+        (f"{codes}, nats", f"errors at {', '.join(sizes)}") for codes in ("INT8", "FP8")
+    )
+    return table(("scheme", *itertools.chain(*head)), rows)
+
+
+def steps(results: Path) -> str:
+    """Memory and time of the steps of a whole model, over the fastest bf16 step."""
+    found = [row for name in _STEPS for row in _rows(results, name)]
+    bf16 = [row for row in found if row["what"].startswith("bf16")]
+    fastest = max((row.get("tokens_per_s", 0.0) for row in bf16), default=0.0)
+    rows = []
+    for row in found:
+        cells = [row["what"], str(row["batch"]), f"{row['peak_bytes'] / 1e9:.0f}"]
+        if speed := row.get("tokens_per_s"):
+            cells += [f"{row['ms']:.0f}", f"{speed:,.0f}", f"{row['model_tflops']:.0f}"]
+            cells.append(f"{speed / fastest:.2f}")
+        else:
+            cells.append("does not fit")
+        rows.append(cells)
+    head = "step", "sequences", "peak GB", "ms", "tokens/s", "model TFLOP/s"
+    return table((*head, "over the fastest bf16"), rows)
+
+
+def parts(results: Path) -> str:
+    """The milliseconds of the parts of one step of the fastest bf16 row and others."""
+    rows = [row for row in _rows(results, _STEPS[0]) if row.get("kernels")]
+    if not rows:
+        return ""
+    bf16 = [row for row in rows if row["what"].startswith("bf16")]
+    others = [row for row in rows if row["what"].endswith("remat none, fp8 moments")]
+    shown = [min(bf16, key=lambda row: row["ms"]), *others]
+    columns = [dict(_parts(row)) for row in shown]
+    cells = [
+        [part, *(f"{column.get(part, 0.0):.0f}" for column in columns)]
+        for part in (*_PARTS, _REST, _GAPS)
+    ]
+    cells.append(["the step", *(f"{row['ms']:.0f}" for row in shown)])
+    return table(("ms", *(row["what"] for row in shown)), cells)
+
+
+def _parts(row: Json) -> Iterator[tuple[str, float]]:
+    times: dict[str, float] = defaultdict(float)
+    for name, ms in row["kernels"].items():
+        of = (part for part, starts in _PARTS.items() if name.startswith(starts))
+        times[next(of, _REST)] += ms
+    yield from times.items()
+    yield _GAPS, row["ms"] - sum(times.values())
+
+
+def planted(results: Path) -> str:
+    """Losses and speeds after training on from planted outliers, by recipe."""
+    first, *runs = _rows(results, "planted") or [{}]
+    if not runs:
+        return ""
+    of: dict[str, list[Json]] = defaultdict(list)
+    for run in runs:
+        of[run["recipe"]].append(run)
+    bf16 = [run["loss"] for run in of["bf16"]]
+    rows = []
+    for recipe, found in of.items():
+        differences = [
+            f"{run['loss'] - x:+.4f}" for run, x in zip(found, bf16, strict=True)
+        ]
+        losses = ", ".join(f"{x:.4f}" for x in bf16) if recipe == "bf16" else ""
+        speed = np.mean([run["tokens_per_s"] for run in found])
+        rows.append([recipe, losses or ", ".join(differences), f"{speed:,.0f}"])
+    block: dict[bool, list[float]] = defaultdict(list)
+    for layer, *_, candidates, _, _, _ in first["report"]["layers"]:
+        if layer.endswith("/down"):
+            number = int(layer.partition("/")[0].rpartition("_")[2])
+            block[number in PLANTED].append(candidates[0][1])
+    about = (
+        f"Errors of Y with `block` in `down`: {min(block[True]):.3f} and "
+        f"{max(block[True]):.3f} where outliers are planted, {min(block[False]):.3f} "
+        f"to {max(block[False]):.3f} in the other layers."
+    )
+    return f"{table(('recipe', 'loss', 'tokens/s'), rows)}\n\n{about}"
+
+
+def predictions(results: Path) -> str:
+    """The gradients of models: in float, and predicted and measured with rules."""
+    rows = []
+    for row in _rows(results, "speed"):
+        report, predicted = row["report"], row["predicted_ms"]
+        measured, of_float = report["chosen_ms"], report["float_ms"]
+        chosen = {
+            layer[0].rpartition("layers/")[2]: layer[6] for layer in report["layers"]
+        }
+        names = ", ".join(f"{path}: {name or 'float'}" for path, name in chosen.items())
+        cells = [row["model"], names, f"{of_float:.2f}"]
+        if measured:
+            cells += [f"{predicted:.2f}", f"{measured:.2f}"]
+            cells.append(f"{predicted / measured - 1:+.1%}")
+            cells.append(f"{of_float / measured:.2f}")
+        rows.append(cells)
+    head = "model", "chosen", "float, ms", "predicted", "measured", "difference"
+    return table((*head, "speedup"), rows)
+
+
+def pretraining(results: Path) -> str:
+    """The losses and speeds of pretraining by recipe, and with those chosen."""
+    found: dict[tuple[str, str], dict[int, Json]] = defaultdict(dict)
+    for row in _rows(results, "pretraining"):
+        found[row["size"], row["recipe"]][row["seed"]] = row
+    rows = []
+    for (size, recipe), of in found.items():
+        bf16 = found[size, "bf16"]
+        losses = [
+            f"{last_val_loss(row):.4f}"
+            if recipe == "bf16"
+            else f"{last_val_loss(row) - last_val_loss(bf16[seed]):+.4f}"
+            for seed, row in of.items()
+        ]
+        speed = np.mean([row["tokens_per_s"] for row in of.values()])
+        over = speed / np.mean([row["tokens_per_s"] for row in bf16.values()])
+        rows.append([size, recipe, ", ".join(losses), f"{speed:,.0f}", f"{over:.2f}"])
+    head = "parameters", "recipe", "validation loss", "tokens/s", "speedup vs bf16"
+    return table(head, rows)
