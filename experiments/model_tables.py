@@ -5,7 +5,7 @@ Each is made from a folder of results, and empty without them.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 _REST = "optimizer, loss, residual sums, copies (XLA)"
 _GAPS = "between kernels"
 _STEPS = "llama-3-8b", "llama-3-8b-2"  # with one sequence, and with two
+_DEVICES = "llama-3-8b-fsdp-1", "llama-3-8b-fsdp-2", "llama-3-8b-fsdp-4"
 
 
 def _rows(results: Path, name: str) -> list[Json]:
@@ -70,9 +71,9 @@ def schemes(results: Path) -> str:
     return table(("scheme", *itertools.chain(*head)), rows)
 
 
-def steps(results: Path) -> str:
+def steps(results: Path, files: Sequence[str] = _STEPS) -> str:
     """Memory and time of the steps of a whole model, over the fastest bf16 step."""
-    found = [row for name in _STEPS for row in _rows(results, name)]
+    found = [row for name in files for row in _rows(results, name)]
     bf16 = [row for row in found if row["what"].startswith("bf16")]
     fastest = max((row.get("tokens_per_s", 0.0) for row in bf16), default=0.0)
     rows = []
@@ -86,6 +87,23 @@ def steps(results: Path) -> str:
         rows.append(cells)
     head = "step", "sequences", "peak GB", "ms", "tokens/s", "model TFLOP/s"
     return table((*head, "over the fastest bf16"), rows)
+
+
+def devices(results: Path) -> str:
+    """What several GPUs keep of the speed of one, with as many sequences each."""
+    alone = {row["what"]: row["tokens_per_s"] for row in _rows(results, _DEVICES[0])}
+    rows = []
+    for row in (row for name in _DEVICES for row in _rows(results, name)):
+        each = row["tokens_per_s"] / row["devices"]
+        cells = [row["what"], str(row["devices"]), f"{row['peak_bytes'] / 1e9:.0f}"]
+        cells += [
+            f"{row['ms']:.0f}",
+            f"{each:,.0f}",
+            f"{each / alone[row['what']]:.1%}",
+        ]
+        rows.append(cells)
+    head = "step", "GPUs", "peak GB of one", "ms", "tokens/s of one", "efficiency"
+    return table(head, rows)
 
 
 def parts(results: Path) -> str:

@@ -38,6 +38,8 @@ MODEL_TABLES: dict[str, Callable[[Path], str]] = {
     "added-losses": model_tables.added_losses,
     "schemes": model_tables.schemes,
     "steps": model_tables.steps,
+    "experts": partial(model_tables.steps, files=("qwen3-30b-a3b",)),
+    "devices": model_tables.devices,
     "parts": model_tables.parts,
     "planted": model_tables.planted,
     "predictions": model_tables.predictions,

@@ -193,7 +193,7 @@ def rows(settings: list[Setting], sizes: Sizes, batch: int) -> Iterator[dict[str
     for setting in settings:
         figures = measured(setting, sizes, batch)
         row = {"what": setting.name(), "batch": batch, "layers": sizes["num_layers"]}
-        row |= next(figures)
+        row |= {"devices": mesh.size(), **next(figures)}
         if row["peak_bytes"] < limit:
             row |= next(figures)
         figures.close()  # frees the model

@@ -105,3 +105,17 @@ def test_pretraining_is_compared_with_bf16_of_the_same_seed(tmp_path: Path) -> N
     ]
     *_, row = model_tables.pretraining(write(tmp_path, pretraining=rows)).splitlines()
     assert row == "| 1B | auto | +0.0100, +0.0100 | 150 | 1.50 |"
+
+
+def test_several_devices_are_compared_with_one(tmp_path: Path) -> None:
+    of = {
+        n: [
+            {"what": what, "devices": n, "peak_bytes": 1e10, "ms": 3.0}
+            | {"tokens_per_s": speed}
+            for what, speed in (("bf16", 100.0 * n), ("fallback", 190.0 * n**0.5))
+        ]
+        for n in (1, 4)
+    }
+    write(tmp_path, llama_3_8b_fsdp_1=of[1], llama_3_8b_fsdp_4=of[4])
+    *_, row = model_tables.devices(tmp_path).splitlines()
+    assert row == "| fallback | 4 | 10 | 3 | 95 | 50.0% |"
