@@ -341,7 +341,10 @@ _pointwise.defvjp(_pointwise_fwd, _pointwise_bwd)
 
 def _save(x: jax.Array, bits: int) -> packing.Packed:
     dispatch.warn_of_packing()
-    return checkpoint_name(_quantize(x, bits), SAVED_NAME)
+    # Otherwise, XLA may keep what is packed, floats or words of 16 bits, until the
+    # backward pass.
+    packed = jax.lax.optimization_barrier(_quantize(x, bits))
+    return checkpoint_name(packed, SAVED_NAME)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -220,6 +220,26 @@ def test_the_compiler_counts_only_packed_values_and_statistics(name):
     assert outputs >= packed
 
 
+@every_pointwise_case
+def test_a_layer_more_in_a_step_takes_the_memory_of_its_packed_values(name):
+    """The compiler sees both passes, and could keep what it packs."""
+    case, (rows, channels) = CASES[name], (256, 1024)
+
+    def temporaries(layers):
+        def loss(x, weight):
+            for _ in range(layers):
+                x = case.layer(*[x @ weight] * case.operands)
+            return jnp.sum(x.astype(jnp.float32))
+
+        shapes = (rows, channels), (channels, channels)
+        operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        compiled = jax.jit(jax.grad(loss)).lower(*operands).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one = rows * channels * 10 // 8 + rows * channels // 128 * 4
+    assert temporaries(10) - temporaries(8) <= 2 * case.operands * one
+
+
 @first_case
 def test_a_checkpoint_policy_saves_packed_values_and_no_floats(name):
     case = CASES[name]
