@@ -19,7 +19,9 @@ from experiments.studies import CURVES
 
 RESULTS = Path(__file__).parent / "results"
 _EVIDENCE = Path(__file__).parents[1] / "docs/evidence"
-PAGES = tuple(_EVIDENCE / f"{name}.md" for name in ("experiments", "models", "training"))
+PAGES = tuple(
+    _EVIDENCE / f"{name}.md" for name in ("experiments", "models", "training")
+)
 # The page with all tables of other results, in their folder.
 OTHER_PAGE = "tables.md"
 NOT_RUN = "*Not run yet.*"
