@@ -413,6 +413,21 @@ def _by_qwix(row: Mapping[str, Any]) -> list[str]:
     return [_losses(row["losses"]), f"{count} of {count + row['products_in_float']}"]
 
 
+def moe() -> str:
+    """Milliseconds of mixtures of experts, and speedups, by their sizes."""
+    sizes = {
+        "8 experts, 14336, 4096": (8192, 4096, 14336, 8, 2),
+        "128 experts, 768, 2048": (4096, 2048, 768, 128, 8),
+        "256 experts, 2048, 7168": (8192, 7168, 2048, 256, 8),
+    }
+    of_sizes = [rows("moe", shape) for shape in sizes.values()]
+    cells = [
+        [name, *(f"{of[name].ms:.2f} ({of[name].ratio:.2f}x)" for of in of_sizes)]
+        for name in of_sizes[0]
+    ]
+    return table(("ms of", *sizes), cells)
+
+
 def invariant() -> str:
     """What an invariant Llama costs, on an H200."""
     found = {(row.data, row.what): row for row in SECTIONS["invariant"]["rows"]}
@@ -478,11 +493,11 @@ PAGES = (
 
 
 # ``python -m fbq_jax.bench table`` prints the others, too.
-SECTIONS_SHOWN = ("moe", "serve")
+SECTIONS_SHOWN = ("serve",)
 SUMMARIES = (
     *(speed, speeds, losses, candidates, measured, memory, batches, loops),
     *(efficiencies, libraries, maxtext),
-    *(recipe_errors, models, invariant, grpo),
+    *(recipe_errors, models, moe, invariant, grpo),
 )
 
 

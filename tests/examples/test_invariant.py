@@ -248,7 +248,8 @@ def test_what_cannot_be_invariant_is_an_error(monkeypatch):
 def test_the_command_compares_models_of_a_run(text, tmp_path, capsys):
     out, file = tmp_path / "run", tmp_path / "mismatch.json"
     argv = "--invariant --recipe=rowwise --hidden=128 --ffn=128 --layers=1 --heads=2 "
-    argv += f"--kv-heads=1 --seq=40 --batch=4 --steps=1 --data={text} --out={out}"
+    argv += "--kv-heads=1 --seq=40 --batch=2 --accumulate=1 --steps=1 "
+    argv += f"--data={text} --out={out}"
     assert train.main(argv.split()) == 0
     options = ["--prompts=2", "--recipes=bf16,rowwise", f"--json={file}"]
     capsys.readouterr()
