@@ -9,7 +9,8 @@
 MODEL is what the Llama's ``--from-hf`` takes, and TEXT what its ``--data`` takes. The
 second quantizes the model without training, by each recipe; the third rounds operands
 of its forward products as no recipe does yet; the fourth reads exports of the model
-back; the last trains it.
+back; the last trains it. ``--planted N`` gives the second and the third a model that
+has outliers of N root mean squares and computes the same function.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from examples.llama.data import load_corpus
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
 from examples.llama.text import tokenizer_source
-from experiments import result_files, runs, second_terms
+from experiments import models, result_files, runs, second_terms
 from experiments.studies.operands import operands
 from fbq_jax import FallbackDot, RulesDot, recipes
 from fbq_jax.choice.products import outliers as stand_out
@@ -112,6 +113,19 @@ def read_pairs(model: Path, text: Path, sequences: int) -> np.ndarray:
     count = min(sequences, len(ids)) // _PAIR * _PAIR
     chosen = ids[np.linspace(0, len(ids) - 1, count).astype(int)]
     return chosen.astype(np.int32).reshape(-1, _PAIR, _TOKENS)
+
+
+def plant(subject: Subject, size: float) -> Subject:
+    """The same function, with outliers in the input of each layer's `down`.
+
+    They reach about ``size`` times the input's root mean square without them, in the
+    first pair of sequences.
+    """
+    config = dataclasses.replace(subject.config, dtype=jnp.float32)
+    x = operands(config, subject.params, jnp.asarray(subject.pairs[0]))["down"].x
+    largest = size * jnp.sqrt(jnp.square(x).mean(axis=(1, 2)))[:, None]
+    planted = models.plant(subject.params, x, largest)
+    return dataclasses.replace(subject, params=planted.params)
 
 
 def outliers(subject: Subject) -> Iterator[dict[str, Any]]:
@@ -200,13 +214,19 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--planted", type=float, help="root mean squares of outliers")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(argv)
+    if asked.planted and asked.command not in ("losses", "schemes"):
+        parser.error("--planted is an option of losses and schemes")
     if asked.command == "tuned":
         rows = tuned(asked.model, asked.text, asked.seeds)
     else:
         pairs = read_pairs(asked.model, asked.text, asked.sequences)
-        rows = of[asked.command](load(asked.model, pairs))
+        subject = load(asked.model, pairs)
+        if asked.planted:
+            subject = plant(subject, asked.planted)
+        rows = of[asked.command](subject)
     result_files.save_rows(rows, asked.out)
 
 

@@ -122,14 +122,15 @@ def plant_gradients(params: PyTree, dy: jax.Array, factor: int) -> Planted:
 
 
 @jax.jit
-def plant(params: PyTree, x: jax.Array, largest: float) -> Planted:
+def plant(params: PyTree, x: jax.Array, largest: float | jax.Array) -> Planted:
     """Plants outliers.
 
     Args:
         params: The parameters of `Llama`.
         x: The input of `down` for some text, [L, M, F].
-        largest: The target for `max |x|` of each chosen channel on this text, reached
-            within a factor of sqrt(2). A channel that is larger already is unchanged.
+        largest: The target for `max |x|` of each chosen channel on this text, or one
+            for each layer [L, 1], reached within a factor of sqrt(2). A channel that is
+            larger already is unchanged.
     """
     x = jnp.abs(x.astype(jnp.float32))
     peak = x.max(axis=1)

@@ -1,9 +1,13 @@
 """The experiments on a model in Hugging Face's format, at sizes for a CPU."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments import checkpoint, result_files
+from experiments.studies.operands import operands
 from fbq_jax import recipes
 from tests.examples.make_hf_fixture import FIXTURE
 
@@ -48,6 +52,35 @@ def test_schemes(run, monkeypatch):
     _, row = run("schemes", "--sequences=4")
     assert 0 < abs(row["added"]) < 0.1
     assert row["errors"]["58"] > row["errors"]["0"]
+
+
+def test_planted_outliers_change_nothing():
+    pairs = np.arange(68, dtype=np.int32).reshape(2, 2, 17) % 47
+    subject = checkpoint.load(FIXTURE / "llama", pairs)
+    config = dataclasses.replace(subject.config, dtype=jnp.float32)
+    subject = dataclasses.replace(subject, config=config)
+    planted = checkpoint.plant(subject, 606)
+    assert planted.losses(None) == subject.losses(None)
+    before, after = (
+        np.asarray(operands(config, of.params, jnp.asarray(pairs[0]))["down"].x)
+        for of in (subject, planted)
+    )
+    largest = abs(after).max(axis=(1, 2)) / np.sqrt((before**2).mean(axis=(1, 2)))
+    assert largest == pytest.approx(606, rel=0.42)  # a power of two away at most
+
+
+def test_outliers_are_planted_for_some_commands(run, monkeypatch, capsys):
+    few = {"W": (None, checkpoint.second_terms.Operand("int8", 128))}
+    monkeypatch.setattr(checkpoint.second_terms, "schemes", lambda: few)
+    before, after = (
+        run("schemes", "--sequences=4", *options)
+        for options in ((), ("--planted=6559",))
+    )
+    assert before[0]["losses"] == after[0]["losses"]
+    assert abs(before[1]["added"]) < abs(after[1]["added"])
+    with pytest.raises(SystemExit):
+        run("exported", "--planted=6559")
+    assert "--planted is an option of losses and schemes" in capsys.readouterr().err
 
 
 def test_exports(run, monkeypatch):

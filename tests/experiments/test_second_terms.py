@@ -52,3 +52,10 @@ def test_rows_of_blocks_have_a_scale_besides():
     assert float(error.max()) < 1 / 127
     plain = second_terms.rounded(scaled, Operand("int8", 128))
     assert float(jnp.abs(plain[0]).max()) == 0
+
+
+def test_planted_outliers_leave_the_product_as_it_is():
+    assert max(second_terms.errors((None, None)).values()) < 1e-5
+    found = second_terms.errors((Operand("int8", 128), None))
+    assert sorted(found.values()) == [found[str(size)] for size in (0, 58, 606, 6559)]
+    assert found["6559"] > 10 * found["0"]
