@@ -52,22 +52,18 @@ def added_losses(results: Path) -> str:
 
 def schemes(results: Path) -> str:
     """What schemes add to a model's loss, and their errors by planted outliers."""
-    found: dict[str, dict[str, Json]] = defaultdict(dict)
-    for row in _rows(results, "schemes"):
-        codes, _, scheme = row["what"].partition(": ")
-        found[scheme or codes][codes] = row
-    found.pop("bf16", None)
-    rows, sizes = [], list[str]()
-    for scheme, of in found.items():
-        cells = [scheme]
-        for row in of.values():
-            sizes = list(row["errors"])
-            cells.append(f"{row['added']:+.4f}")
-            cells.append(", ".join(f"{x:.3f}" for x in row["errors"].values()))
-        rows.append(cells)
+    losses = {row["what"]: row["added"] for row in _rows(results, "schemes")}
+    errors = {row["what"]: row["errors"] for row in _rows(results, "scheme-errors")}
+    found: dict[str, list[str]] = defaultdict(list)
+    sizes = list[str]()
+    for name, of_sizes in errors.items():
+        scheme, sizes = name.partition(": ")[2], list(of_sizes)
+        found[scheme].append(f"{losses[name]:+.4f}" if name in losses else "")
+        found[scheme].append(", ".join(f"{x:.3f}" for x in of_sizes.values()))
     head = (
         (f"{codes}, nats", f"errors at {', '.join(sizes)}") for codes in ("INT8", "FP8")
     )
+    rows = [[scheme, *cells] for scheme, cells in found.items()]
     return table(("scheme", *itertools.chain(*head)), rows)
 
 

@@ -1,17 +1,24 @@
 """What a second term, or finer scales, would win in INT8 and in FP8.
 
+    python -m experiments.second_terms --out FILE
+
 Products are computed with operands that are rounded as a scheme says. Blocks that get a
 second term are the worst ones of each product, so a threshold that moves from step to
-step would do no better. ``experiments.checkpoint`` has the losses.
+step would do no better. The command writes errors; ``experiments.checkpoint`` has the
+losses of a model.
 """
 
+import argparse
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from experiments import result_files
 
 _K = 128  # values along the contraction that share a scale
 OUTLIERS = 0, 58, 606, 6559  # the largest magnitude over the root mean square
@@ -154,3 +161,17 @@ def dot_general(
     """A `lax.dot_general` for `Llama`, which only multiplies [..., K] by [K, N]."""
     y = multiply(scheme, lhs.reshape(-1, lhs.shape[-1]), rhs)
     return y.reshape(*lhs.shape[:-1], -1).astype(lhs.dtype)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Writes the errors of all schemes."""
+    parser = argparse.ArgumentParser(prog="experiments.second_terms")
+    parser.add_argument("--out", type=Path, required=True)
+    rows = (
+        {"what": name, "errors": errors(scheme)} for name, scheme in schemes().items()
+    )
+    result_files.save_rows(rows, parser.parse_args(argv).out)
+
+
+if __name__ == "__main__":
+    main()

@@ -51,7 +51,6 @@ def test_schemes(run, monkeypatch):
     monkeypatch.setattr(checkpoint.second_terms, "schemes", lambda: few)
     _, row = run("schemes", "--sequences=4")
     assert 0 < abs(row["added"]) < 0.1
-    assert row["errors"]["58"] > row["errors"]["0"]
 
 
 def test_planted_outliers_change_nothing():

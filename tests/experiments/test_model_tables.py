@@ -32,16 +32,17 @@ def test_losses_without_training_and_after_it(tmp_path: Path) -> None:
 
 
 def test_schemes_are_side_by_side_in_int8_and_fp8(tmp_path: Path) -> None:
-    rows = [
-        {"what": what, "added": added, "errors": {"0": 0.01, "58": 0.02}}
-        for what, added in (
-            ("bf16", 0.0),
-            ("INT8: blocks", 0.04),
-            ("FP8: blocks", 0.03),
-        )
+    added = {"bf16": 0.0, "INT8: blocks": 0.04, "FP8: blocks": 0.03}
+    losses = [{"what": what, "added": x} for what, x in added.items()]
+    errors = [
+        {"what": f"{codes}: {scheme}", "errors": {"0": 0.01, "58": 0.02}}
+        for codes in ("INT8", "FP8")
+        for scheme in ("blocks", "others")
     ]
-    *_, row = model_tables.schemes(write(tmp_path, schemes=rows)).splitlines()
-    assert row == "| blocks | +0.0400 | 0.010, 0.020 | +0.0300 | 0.010, 0.020 |"
+    write(tmp_path, schemes=losses, scheme_errors=errors)
+    *_, blocks, others = model_tables.schemes(tmp_path).splitlines()
+    assert blocks == "| blocks | +0.0400 | 0.010, 0.020 | +0.0300 | 0.010, 0.020 |"
+    assert others == "| others |  | 0.010, 0.020 |  | 0.010, 0.020 |"
 
 
 def test_steps_are_compared_with_the_fastest_in_bf16(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import second_terms
+from experiments import result_files, second_terms
 from experiments.second_terms import Operand
 from fbq_jax import dot_general, recipes
 
@@ -59,3 +59,12 @@ def test_planted_outliers_leave_the_product_as_it_is():
     found = second_terms.errors((Operand("int8", 128), None))
     assert sorted(found.values()) == [found[str(size)] for size in (0, 58, 606, 6559)]
     assert found["6559"] > 10 * found["0"]
+
+
+def test_the_command_writes_the_errors_of_each_scheme(tmp_path, monkeypatch):
+    few = dict(list(second_terms.schemes().items())[:2])
+    monkeypatch.setattr(second_terms, "schemes", lambda: few)
+    second_terms.main([f"--out={tmp_path / 'errors.json'}"])
+    rows = result_files.read(tmp_path / "errors.json")["rows"]
+    assert [row["what"] for row in rows] == [*few]
+    assert all(row["errors"]["606"] > row["errors"]["0"] for row in rows)
