@@ -9,6 +9,7 @@ import argparse
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ class MLP(nnx.Module):
         """Makes the layers; each has an op of its own, which holds its state."""
 
         def linear(inputs: int, outputs: int) -> nnx.Linear:
-            ops = {"dot_general": FallbackDot(rngs=rngs)} if int8 else {}
-            return nnx.Linear(inputs, outputs, rngs=rngs, **ops)
+            dot: Any = FallbackDot(rngs=rngs) if int8 else jax.lax.dot_general
+            return nnx.Linear(inputs, outputs, dot_general=dot, rngs=rngs)
 
         self.up = linear(CHANNELS, 4 * CHANNELS)
         self.down = linear(4 * CHANNELS, CHANNELS)
@@ -78,9 +79,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if (last := checkpoints.latest_step()) is None:
             model, optimizer = make()
         else:
-            graphdef, like = nnx.split(nnx.eval_shape(make))
-            state = checkpoints.restore(last, args=ocp.args.StandardRestore(like))
-            model, optimizer = nnx.merge(graphdef, state)
+            abstract = nnx.eval_shape(make)
+            like = ocp.args.StandardRestore(nnx.state(abstract))
+            state = checkpoints.restore(last, args=like)
+            model, optimizer = nnx.merge(nnx.graphdef(abstract), state)
         for step in range(int(optimizer.step[...]), args.steps):
             before = jax.device_get(fallback_stats(model))
             loss = train_step(model, optimizer, *batch(step))
