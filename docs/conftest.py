@@ -10,7 +10,6 @@ import pytest
 DOCS = Path(__file__).parent
 # By page: the libraries whose programs it runs.
 OTHERS = {
-    DOCS / "integrations/migrate.md": ("aqt", "qwix"),
     DOCS / "guides/whole-models.md": ("qwix",),
 }
 # The longest of the others, whose functions have fast tests of their own.
