@@ -10,7 +10,6 @@ from jax import export
 
 from examples.quickstart import linen, nnx
 
-
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
