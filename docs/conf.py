@@ -12,17 +12,13 @@ copyright = author  # noqa: A001 (Sphinx's name)
 version = release = fbq_jax.__version__
 
 extensions = [
-    "myst_nb",
+    "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
     "sphinx_design",
 ]
 exclude_patterns = ["_build"]
-# Only notebooks, whose code is in cells, run here; the tests run the other examples.
-nb_execution_mode = "force"
-nb_execution_raise_on_error = True
-nb_execution_timeout = 300  # seconds per cell
-nb_output_stderr = "remove"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -31,6 +27,10 @@ autodoc_typehints = "none"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+
+# What one copies of a doctest is its code.
+copybutton_prompt_text = r">>> |\.\.\.(?: |$)"
+copybutton_prompt_is_regexp = True
 
 # The blank line that ends a doctest's output is not shown.
 highlight_options = {"pycon": {"stripnl": True}}

@@ -10,21 +10,17 @@ import pytest
 DOCS = Path(__file__).parent
 # By page: the libraries whose programs it runs.
 OTHERS = {
-    DOCS / "integrations/migrate.md": ("aqt", "qwix"),
-    DOCS / "guides/lora.md": ("qwix",),
+    DOCS / "guides/whole-models.md": ("qwix",),
 }
 # The longest of the others, whose functions have fast tests of their own.
 LONGEST = {
-    DOCS / "guides/convolutions.md",
     DOCS / "guides/experts.md",
     DOCS / "guides/fp8.md",
     DOCS / "guides/memory.md",
     DOCS / "guides/serving.md",
     DOCS / "guides/several-devices.md",
     DOCS / "guides/training-loop.md",
-    DOCS / "guides/whole-models.md",
     DOCS / "methods/fallback.md",
-    DOCS / "methods/jetfire.md",
     DOCS / "methods/recipes.md",
     DOCS / "numerics.md",
     DOCS / "quickstart.md",

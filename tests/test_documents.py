@@ -11,7 +11,6 @@ import tomllib
 import unittest.mock
 from pathlib import Path
 
-import jax
 import pytest
 
 from fbq_jax import recipes
@@ -94,31 +93,21 @@ BLOCKS = [
 # A session in Python is a doctest; MaxText's tests run the script of its page.
 LANGUAGES = {"pycon", "sh", "text", "bibtex"}
 SCRIPTS = [ROOT / "docs/integrations/maxtext.md"]
-CELL = "{code-cell}"
-NOTEBOOKS = [ROOT / "docs/methods/fallback-in-pictures.md"]
+INCLUDE = "{literalinclude} "
 
 
 @pytest.mark.parametrize(("language", "text", "page"), BLOCKS)
 def test_every_block_of_code_runs_somewhere(language, text, page):
-    elsewhere = {"python": SCRIPTS, CELL: NOTEBOOKS}
-    assert language in LANGUAGES or page in elsewhere.get(language, ())
+    if language.startswith(INCLUDE):
+        file = (page.parent / language.removeprefix(INCLUDE)).resolve()
+        package = file.parent.relative_to(ROOT / "examples")
+        assert file.is_file()
+        assert (ROOT / f"tests/examples/test_{package}.py").is_file()
+        return
+    assert language in LANGUAGES or (language == "python" and page in SCRIPTS)
     assert (">>>" in text) == (language == "pycon")
     # Without an empty line the fence would be taken for output.
     assert language != "pycon" or text.endswith("\n\n")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
-def test_the_cells_of_a_notebook_run(page, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
-    cells = [text for language, text in blocks(page) if language == CELL]
-    variables = {"__name__": page.stem}
-    with jax.numpy_dtype_promotion("standard"):  # Optax promotes the count of steps.
-        for cell in cells:
-            exec(cell, variables)
-    assert cells
 
 
 class ParsedError(Exception):

@@ -1,0 +1,1 @@
+"""Complete small programs to copy from, one in Linen and one in NNX."""
