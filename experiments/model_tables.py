@@ -21,9 +21,10 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "products in bf16": ("nvjet", "gemm_fusion", "cublas", "sm90_xmma"),
     "attention (cuDNN)": ("cudnn", "_ZN5cudnn"),
     "quantization": ("quantize",),
+    "collectives (NCCL)": ("nccl",),
 }
 _REST = "optimizer, loss, residual sums, copies (XLA)"
-_GAPS = "between kernels"
+_GAPS = "between kernels, or less where kernels overlap"
 _STEPS = "llama-3-8b", "llama-3-8b-2"  # with one sequence, and with two
 _DEVICES = "llama-3-8b-fsdp-1", "llama-3-8b-fsdp-2", "llama-3-8b-fsdp-4"
 
@@ -105,18 +106,27 @@ def devices(results: Path) -> str:
 def parts(results: Path) -> str:
     """The milliseconds of the parts of one step of the fastest bf16 row and others."""
     rows = [row for row in _rows(results, _STEPS[0]) if row.get("kernels")]
-    if not rows:
-        return ""
     bf16 = [row for row in rows if row["what"].startswith("bf16")]
     others = [row for row in rows if row["what"].endswith("remat none, fp8 moments")]
-    shown = [min(bf16, key=lambda row: row["ms"]), *others]
-    columns = [dict(_parts(row)) for row in shown]
+    fastest = sorted(bf16, key=lambda row: row["ms"])[:1]
+    return _table_of_parts({row["what"]: row for row in fastest + others})
+
+
+def parts_by_devices(results: Path) -> str:
+    """The milliseconds of the parts of a step on several GPUs."""
+    rows = [row for name in _DEVICES for row in _rows(results, name)]
+    return _table_of_parts({f"{r['what']}, {r['devices']} GPUs": r for r in rows})
+
+
+def _table_of_parts(rows: dict[str, Json]) -> str:
+    columns = [dict(_parts(row)) for row in rows.values()]
     cells = [
         [part, *(f"{column.get(part, 0.0):.0f}" for column in columns)]
         for part in (*_PARTS, _REST, _GAPS)
+        if any(part in column for column in columns)
     ]
-    cells.append(["the step", *(f"{row['ms']:.0f}" for row in shown)])
-    return table(("ms", *(row["what"] for row in shown)), cells)
+    cells += [["the step", *(f"{row['ms']:.0f}" for row in rows.values())]] * bool(rows)
+    return table(("ms", *rows), cells)
 
 
 def _parts(row: Json) -> Iterator[tuple[str, float]]:

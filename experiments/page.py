@@ -43,6 +43,7 @@ MODEL_TABLES: dict[str, Callable[[Path], str]] = {
     "experts": partial(model_tables.steps, files=("qwen3-30b-a3b",)),
     "devices": model_tables.devices,
     "parts": model_tables.parts,
+    "parts-by-devices": model_tables.parts_by_devices,
     "planted": model_tables.planted,
     "predictions": model_tables.predictions,
     "pretraining": model_tables.pretraining,

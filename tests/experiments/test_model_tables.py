@@ -112,7 +112,7 @@ def test_several_devices_are_compared_with_one(tmp_path: Path) -> None:
     of = {
         n: [
             {"what": what, "devices": n, "peak_bytes": 1e10, "ms": 3.0}
-            | {"tokens_per_s": speed}
+            | {"tokens_per_s": speed, "kernels": {"nccl_all": 2.0, "cudnn": 2.0}}
             for what, speed in (("bf16", 100.0 * n), ("fallback", 190.0 * n**0.5))
         ]
         for n in (1, 4)
@@ -120,3 +120,7 @@ def test_several_devices_are_compared_with_one(tmp_path: Path) -> None:
     write(tmp_path, llama_3_8b_fsdp_1=of[1], llama_3_8b_fsdp_4=of[4])
     *_, row = model_tables.devices(tmp_path).splitlines()
     assert row == "| fallback | 4 | 10 | 3 | 95 | 50.0% |"
+    *_, collectives, overlap, step = model_tables.parts_by_devices(tmp_path).split("\n")
+    assert collectives.startswith("| collectives (NCCL) | 2 | 2 |")
+    assert overlap.startswith("| between kernels, or less where kernels overlap | -1 |")
+    assert step == "| the step | 3 | 3 | 3 | 3 |"
