@@ -504,7 +504,11 @@ def forward(
     saved_lhs = None
     if w is not None:
         saved_lhs = _to_save(recipe.drhs, x, lhs.rowwise, lhs.colwise, LHS_NAME)
-    saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, RHS_NAME)
+    # What the layer was given is saved already.  With a name, a loop over layers would
+    # save it again.
+    is_given = codes is not None and codes.rowwise is rhs.rowwise
+    name = None if is_given else RHS_NAME
+    saved_rhs = _to_save(recipe.dlhs, w, rhs.colwise, rhs.rowwise, name)
     return y, SavedMatmul(saved_lhs, saved_rhs, checkpoint_name(seed, SEED_NAME), rows)
 
 
@@ -513,7 +517,7 @@ def _to_save(
     operand: jax.Array | None,
     forward_codes: Quantized | None,
     codes: Quantized | None,
-    name: str,
+    name: str | None,
 ) -> Quantized | jax.Array:
     """The form in which a backward GEMM reads X or W.
 
@@ -524,7 +528,8 @@ def _to_save(
         return operand
     saved = forward_codes if gemm.in_floats else codes
     assert saved is not None
-    return checkpoint_name(dataclasses.replace(saved, residual=None), name)
+    saved = dataclasses.replace(saved, residual=None)
+    return saved if name is None else checkpoint_name(saved, name)
 
 
 def _matmul_bwd(

@@ -12,13 +12,18 @@ def jaxprs_inside(eqn):
             yield inner
 
 
-def count_equations(jaxpr, primitive):
+def equations(jaxpr, primitive):
     """The equations of a primitive, in all inner programs too."""
-    return sum(
-        (eqn.primitive.name == primitive)
-        + sum(count_equations(inner, primitive) for inner in jaxprs_inside(eqn))
-        for eqn in jaxpr.eqns
-    )
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == primitive:
+            yield eqn
+        for inner in jaxprs_inside(eqn):
+            yield from equations(inner, primitive)
+
+
+def count_equations(jaxpr, primitive):
+    """The number of equations of a primitive, in all inner programs too."""
+    return sum(1 for _ in equations(jaxpr, primitive))
 
 
 def count_quantized(jaxpr, shape, length=None):

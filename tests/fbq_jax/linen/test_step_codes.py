@@ -22,7 +22,7 @@ from fbq_jax import (
     quantize_weights_once,
     recipes,
 )
-from tests.fbq_jax.jaxprs import count_quantized
+from tests.fbq_jax.jaxprs import count_quantized, equations
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices, place
 from tests.marks import with_first_fast
 
@@ -141,6 +141,35 @@ def test_the_loop_quantizes_no_weight():
         assert everywhere == in_loop > 0
         everywhere, in_loop = counts(shape, once=True)
         assert everywhere > in_loop == 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "norm_dense", "gated_mlp"])
+@pytest.mark.parametrize("remat", [True, False])
+def test_a_loop_over_layers_saves_no_codes_that_it_was_given(kind, remat, monkeypatch):
+    """Codes of weights are inputs of the loop, which need no other place."""
+    if not remat:
+        monkeypatch.setattr(nn, "remat", lambda layer, **_: layer)
+    model = Model(kind)
+    variables = init(model)
+    params, state = variables["params"], {"fallback": variables["fallback"]}
+    codes = quantize_weights_once(model, variables, BATCHES[0])
+
+    def saved(codes):
+        """The codes that loops write, by their shapes."""
+
+        def loss(params):
+            variables = {"params": params, **state, **codes}
+            y, moved = model.apply(variables, BATCHES[0], mutable=["fallback"])
+            return jnp.sum(y), moved
+
+        jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params).jaxpr
+        scans = equations(jaxpr, "scan")
+        of_loops = [x.aval for scan in scans for x in scan.outvars]
+        return {x.shape for x in of_loops if x.dtype == jnp.int8}
+
+    weights = {x.shape for x in jax.tree.leaves(codes) if x.dtype == jnp.int8}
+    assert saved({}) & weights
+    assert not saved(codes) & weights
 
 
 class Residual(nn.Module):
