@@ -71,7 +71,8 @@ class Norm:
         x = self.values
         wide, rstd = x.astype(jnp.float32), mean_square_rstd(x, self.epsilon)
         y = round_to(apply_norm(wide, rstd, self.scale[:, None, :]), x.dtype)
-        return y, SavedNorm(packing.quantize(wide * rstd, self.bits), rstd)
+        packed = packing.as_words(packing.quantize(wide * rstd, self.bits))
+        return y, SavedNorm(packed, rstd)
 
 
 @functools.partial(
@@ -111,7 +112,8 @@ class Gate:
         gate, up = split_gate_up(values, interleaved=self.interleaved)
         slope, value = gate_factors(jax.nn.silu, gate, up)
         y = round_to(value * up.astype(jnp.float32), values.dtype)
-        return y, packing.quantize(jnp.stack((slope, value), 1), self.bits)
+        factors = packing.quantize(jnp.stack((slope, value), 1), self.bits)
+        return y, packing.as_words(factors)
 
 
 @functools.partial(

@@ -39,7 +39,8 @@ class Packed(NamedTuple):
 
     Attributes:
       data: uint8 ``[..., n]``, ``16 * bits`` bytes for each group of 128 values; a
-        shorter last group has ``ceil(size * width / 8)`` for each width.
+        shorter last group has ``ceil(size * width / 8)`` for each width.  Or the same
+        in words, as kernels write it: see ``as_words``.
       scales: float32 ``[..., ceil(C / 128)]``.
     """
 
@@ -70,6 +71,30 @@ def quantize(x: jax.Array, bits: int) -> Packed:
     return Packed(pack(codes[..., :size], bits), scales)
 
 
+def as_words(packed: Packed) -> Packed:
+    """The same with four bytes in a word, the lowest first: uint32 ``[..., n / 4]``.
+
+    A loop over layers begins with zeros in place of what they save, which XLA writes
+    four times as fast in words.
+    """
+    *lead, size = packed.data.shape
+    padding = [(0, 0)] * len(lead) + [(0, -size % 4)]
+    data = jnp.pad(packed.data, padding).reshape(*lead, -(-size // 4), 4)
+    words = data[..., 0].astype(jnp.uint32)
+    for i in range(1, 4):
+        words |= data[..., i].astype(jnp.uint32) << (8 * i)
+    return packed._replace(data=words)
+
+
+def _as_bytes(data: jax.Array) -> jax.Array:
+    """Reverses ``as_words``; bytes stay."""
+    if data.dtype == jnp.uint8:
+        return data
+    *lead, size = data.shape
+    shift = 8 * lax.broadcasted_iota(jnp.uint32, (*lead, size, 4), len(lead) + 1)
+    return (data[..., None] >> shift).astype(jnp.uint8).reshape(*lead, 4 * size)
+
+
 def dequantize(packed: Packed, size: int, bits: int) -> jax.Array:
     """Returns the float32 values ``[..., size]`` of packed codes of ``bits`` bits."""
     # Not jnp.repeat, which requires an output sharding for explicit mesh axes.
@@ -93,8 +118,11 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(data: jax.Array, size: int, bits: int) -> jax.Array:
-    """Reverses ``pack``: returns int32 codes ``[..., size]``."""
-    groups = _split_groups(data, size, GROUP // 8 * bits)
+    """Reverses ``pack``: returns int32 codes ``[..., size]``.
+
+    ``data`` may be in words.
+    """
+    groups = _split_groups(_as_bytes(data), size, GROUP // 8 * bits)
     sizes = [size % GROUP or GROUP] if len(groups) == 1 else [GROUP, size % GROUP]
     words = [_unpack(x, n, bits) for x, n in zip(groups, sizes, strict=True)]
     return _join_groups(words) - 2 ** (bits - 1)

@@ -59,7 +59,7 @@ def _packed_words(
 ) -> Any:
     words: Any = Packed
     return words(
-        f"b {row} {column(granularity * bits // 8)}",
+        f"b {row} {column(granularity * bits // 32)}",
         f"b {row} {column(granularity // packing.GROUP)}",
     )
 

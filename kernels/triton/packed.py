@@ -2,8 +2,8 @@
 
 A block is 128 columns wide, so each of its rows is a group of
 ``fbq_jax.kernels.packing``.  ``block_tiles`` describes tiles and ``at``.  A packed
-array is the tuple ``(data, scales, groups)``: two pointers, and the number of groups in
-a row.
+array is the tuple ``(data, scales, groups)``: two pointers, the first one to words of
+four bytes, and the number of groups in a row.
 """
 
 import triton
@@ -100,7 +100,6 @@ def _store_chunks(packed, chunks, at, BITS: tl.constexpr):
 @triton.jit
 def _store_plane(data, chunks, group, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Stores the chunks of one width, as many 32-bit words for each group."""
-    data = data.to(tl.pointer_type(tl.int32), bitcast=True)
     word = tl.arange(0, chunks.shape[1])[None, :] + _first_byte(BITS, WIDTH) // 4
     tl.store(data + group[:, None] * (4 * BITS) + word, chunks, inside[:, None])
 
@@ -179,6 +178,7 @@ def _load_chunks(data, group, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
     SHIFT: tl.constexpr = BITS & (WIDTH - 1)
     column = tl.arange(0, GROUP)[None, :]
     byte = _first_byte(BITS, WIDTH) + column % STRIDE
+    data = data.to(tl.pointer_type(tl.uint8), bitcast=True)
     chunks = tl.load(data + group * (16 * BITS) + byte, inside, 0)
     position = column // STRIDE * WIDTH
     bits: tl.constexpr = 0x4B400000 + (SHIFT << 23)  # of 1.5 * 2**(23 + SHIFT)

@@ -252,7 +252,7 @@ def _packed_outputs(source: Source) -> dict[str, jax.ShapeDtypeStruct]:
     lead = (batch, rows) if isinstance(source, Norm) else (batch, 2, rows)
     groups = columns // GROUP
     return {
-        "packed": output((*lead, groups * GROUP // 8 * source.bits), jnp.uint8),
+        "packed": output((*lead, groups * GROUP // 32 * source.bits), jnp.uint32),
         "packed_scales": output((*lead, groups), jnp.float32),
     }
 

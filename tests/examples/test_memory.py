@@ -160,8 +160,8 @@ def test_the_compiler_counts_the_same_bytes(variant):
 
 
 CODES = {HIDDEN: 3, MLP: 1}  # X of each projection
-# Two norms and the two factors of the gate, in 8 + 2 bits.
-PACKED = {HIDDEN * 10 / 8: 2, 2 * MLP * 10 / 8: 1}
+# Two norms and the two factors of the gate, in 10 bits: words of 32.
+PACKED = {HIDDEN * 10 / 32: 2, 2 * MLP * 10 / 32: 1}
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_a_layer_saves_codes_and_few_floats(variant, codes, packed, floats):
     """The floats are those of attention, or the input of a layer with remat."""
     saved = measure(variant)
     assert saved.widths.get("int8", {}) == codes
-    assert saved.widths.get("uint8", {}) == packed
+    assert saved.widths.get("uint32", {}) == packed
     assert wide_floats(saved) == floats
-    expected = sum(width * n for part in (codes, packed) for width, n in part.items())
-    expected += 2 * sum(width * n for width, n in floats.items())
+    bytes_of = ((codes, 1), (packed, 4), (floats, 2))
+    expected = sum(size * width * n for of, size in bytes_of for width, n in of.items())
     assert expected <= saved.bytes_per_token < 1.03 * expected
 
 

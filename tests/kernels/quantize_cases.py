@@ -144,6 +144,7 @@ def gate_grad(
         is_empty = np.array(row_counts or [1] * shape[0]) == 0
         scales = jnp.where(is_empty[:, None, None, None], jnp.nan, scales)
         packed = packing.Packed(data, scales.at[0, 1, 1, 0].set(0.0))
+        packed = packing.as_words(packed)
         dy = heavy(shape, dtype=dtype)
         dy = _fill_missing_rows(dy, row_counts, _garbage(dy))
         return GateGrad(dy, packed, _counts(row_counts), bits, interleaved)

@@ -134,9 +134,10 @@ def test_saved_floats_are_only_scales_and_statistics():
     saved = jax.tree.leaves(jax.eval_shape(saving, *operands))
     codes = {leaf.shape for leaf in saved if leaf.dtype == jnp.int8}
     assert codes == {(1, K, TOKENS), (1, F, TOKENS), (1, K, 2 * F), (1, F, N)}
-    packed = {leaf.shape for leaf in saved if leaf.dtype == jnp.uint8}
-    assert packed == {(1, TOKENS, 10 * K // 8), (1, 2, TOKENS, 10 * F // 8)}
-    floats = [leaf for leaf in saved if leaf.dtype not in (jnp.int8, jnp.uint8)]
+    words = [leaf for leaf in saved if leaf.dtype == jnp.uint32 and leaf.ndim > 0]
+    packed = {(1, TOKENS, 10 * K // 32), (1, 2, TOKENS, 10 * F // 32)}
+    assert {leaf.shape for leaf in words} == packed
+    floats = [leaf for leaf in saved if leaf.dtype not in (jnp.int8, jnp.uint32)]
     assert max(leaf.size for leaf in floats) <= K  # norm_scale
 
 

@@ -259,7 +259,8 @@ def gate(dtype, bits=10, *, grouped=False):
 def gate_grad(dtype, bits=10, *, grouped=False):
     batch, *rest = shape = TILES if grouped else SHAPE
     factors = jax.ShapeDtypeStruct((batch, 2, *rest), jnp.float32)
-    packed = jax.eval_shape(lambda x: packing.quantize(x, bits), factors)
+    pack = lambda x: packing.as_words(packing.quantize(x, bits))  # noqa: E731
+    packed = jax.eval_shape(pack, factors)
     counts = array((batch,), "int32") if grouped else None
     return GateGrad(array(shape, dtype), packed, counts, bits, not grouped)
 
