@@ -56,6 +56,8 @@ LHS_NAME = "fbq_lhs"
 RHS_NAME = "fbq_rhs"
 SEED_NAME = "fbq_seed"
 
+_BLOCK = 128
+
 
 class Plan(NamedTuple):
     """How a matrix is quantized for the GEMMs that read it.
@@ -269,9 +271,10 @@ class SavedMatmul(NamedTuple):
 
     Attributes:
       lhs: the colwise codes of X for a dW of codes; otherwise X itself or its rowwise
-        forward codes.  None in a frozen layer, which has no dW.
+        forward codes.  None in a frozen layer, which has no dW.  Codes are in words, as
+        ``_in_words`` returns them.
       rhs: the rowwise codes of W for a dX of codes; otherwise W itself or its colwise
-        forward codes.
+        forward codes.  Codes are in words, unless the layer was given them.
       seed: seeds the noise of dY.
       rows: how the rows lie.
     """
@@ -529,7 +532,35 @@ def _to_save(
     saved = forward_codes if gemm.in_floats else codes
     assert saved is not None
     saved = dataclasses.replace(saved, residual=None)
-    return saved if name is None else checkpoint_name(saved, name)
+    return saved if name is None else checkpoint_name(_in_words(saved), name)
+
+
+def _in_words(x: Quantized) -> Quantized:
+    """The same with four codes in a word, if rows have whole blocks, as shards do.
+
+    For XLA, it is the same memory.  A loop over layers begins with zeros in place of
+    what they save, which XLA writes four times as fast in words.
+    """
+    *lead, size = x.codes.shape
+    has_blocks = isinstance(size, int) and size % _BLOCK == 0
+    if jax.default_backend() == "tpu" or not has_blocks:
+        return x
+    codes = x.codes.reshape(*lead, size // 4, 4)
+    return _with_codes(x, lax.bitcast_convert_type(codes, jnp.int32))
+
+
+def _in_codes(x: Tree, recipe: Recipe) -> Tree:
+    """Reverses ``_in_words``; what is not in words stays."""
+    if not isinstance(x, Quantized) or x.codes.dtype != jnp.int32:
+        return x
+    *lead, size = x.codes.shape
+    codes = lax.bitcast_convert_type(x.codes, recipe.codes)
+    return _with_codes(x, codes.reshape(*lead, 4 * size))
+
+
+def _with_codes(x: Tree, codes: jax.Array) -> Tree:
+    assert isinstance(x, Quantized)
+    return dataclasses.replace(x, main=x.main._replace(codes=codes))
 
 
 def _matmul_bwd(
@@ -566,6 +597,7 @@ def backward(
       dy: dY itself; read by unquantized GEMMs only.
     """
     lhs, rhs, seed, rows = saved
+    lhs, rhs = _in_codes(lhs, spec.recipe), _in_codes(rhs, spec.recipe)
     if spec.recipe.dlhs.in_floats:
         assert dy is not None
         # Colwise codes are W' already.

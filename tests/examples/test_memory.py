@@ -159,7 +159,7 @@ def test_the_compiler_counts_the_same_bytes(variant):
     assert nbytes / ROWS == saved.bytes_per_token
 
 
-CODES = {HIDDEN: 3, MLP: 1}  # X of each projection
+CODES = {HIDDEN / 4: 3, MLP / 4: 1}  # X of each projection, four codes in a word
 # Two norms and the two factors of the gate, in 10 bits: words of 32.
 PACKED = {HIDDEN * 10 / 32: 2, 2 * MLP * 10 / 32: 1}
 
@@ -180,10 +180,10 @@ PACKED = {HIDDEN * 10 / 32: 2, 2 * MLP * 10 / 32: 1}
 def test_a_layer_saves_codes_and_few_floats(variant, codes, packed, floats):
     """The floats are those of attention, or the input of a layer with remat."""
     saved = measure(variant)
-    assert saved.widths.get("int8", {}) == codes
+    assert saved.widths.get("int32", {}) == codes
     assert saved.widths.get("uint32", {}) == packed
     assert wide_floats(saved) == floats
-    bytes_of = ((codes, 1), (packed, 4), (floats, 2))
+    bytes_of = ((codes, 4), (packed, 4), (floats, 2))
     expected = sum(size * width * n for of, size in bytes_of for width, n in of.items())
     assert expected <= saved.bytes_per_token < 1.03 * expected
 

@@ -1,6 +1,7 @@
 """What traced programs compute."""
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
@@ -10,6 +11,14 @@ def jaxprs_inside(eqn):
         inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
         if isinstance(inner, Jaxpr):
             yield inner
+
+
+def codes_among(arrays):
+    """The shapes of saved codes, also of those that lie in words of four."""
+    arrays = [x for x in arrays if getattr(x, "ndim", 0) > 2]
+    words = [x.shape for x in arrays if x.dtype == jnp.int32]
+    codes = [x.shape for x in arrays if x.dtype == jnp.int8]
+    return sorted(codes + [(*lead, 4 * size) for *lead, size in words])
 
 
 def equations(jaxpr, primitive):

@@ -22,7 +22,7 @@ from fbq_jax import (
     quantize_weights_once,
     recipes,
 )
-from tests.fbq_jax.jaxprs import count_quantized, equations
+from tests.fbq_jax.jaxprs import codes_among, count_quantized, equations
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices, place
 from tests.marks import with_first_fast
 
@@ -155,7 +155,7 @@ def test_a_loop_over_layers_saves_no_codes_that_it_was_given(kind, remat, monkey
     codes = quantize_weights_once(model, variables, BATCHES[0])
 
     def saved(codes):
-        """The codes that loops write, by their shapes."""
+        """The shapes of the codes that loops write."""
 
         def loss(params):
             variables = {"params": params, **state, **codes}
@@ -164,10 +164,9 @@ def test_a_loop_over_layers_saves_no_codes_that_it_was_given(kind, remat, monkey
 
         jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params).jaxpr
         scans = equations(jaxpr, "scan")
-        of_loops = [x.aval for scan in scans for x in scan.outvars]
-        return {x.shape for x in of_loops if x.dtype == jnp.int8}
+        return set(codes_among(x.aval for scan in scans for x in scan.outvars))
 
-    weights = {x.shape for x in jax.tree.leaves(codes) if x.dtype == jnp.int8}
+    weights = set(codes_among(jax.tree.leaves(codes)))
     assert saved({}) & weights
     assert not saved(codes) & weights
 
