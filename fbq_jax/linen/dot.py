@@ -181,7 +181,8 @@ class FallbackDot(DotGeneral):
                 ignores_precision,
             )
         )
-        codes, frozen = visitor.value.codes(product) or product.codes()
+        with named(module):
+            codes, frozen = visitor.value.codes(product) or product.codes()
         return LayerDot(
             self.config,
             state_of(variable),

@@ -11,9 +11,9 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fbq_jax import FallbackDot, Recipe, ops
+from fbq_jax import FallbackDot, Recipe, ops, quantize_weights_once
 from fbq_jax.kernels.quantized import Layout
-from fbq_jax.sharding.layer_names import current_layer, layer_name
+from fbq_jax.sharding.layer_names import clear, current_layer, layer_name
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices, place
 from tests.marks import with_first_fast
 
@@ -77,6 +77,18 @@ def test_a_misaligned_weight_gives_one_warning_with_the_layers_path(kind):
         r"of 32: .*\. Pad the axis or shard another one\.",
         str(warning.message),
     )
+
+
+@needs_devices
+def test_a_weight_whose_codes_are_made_once_has_its_layers_path():
+    model = Model("plain")
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    sharding = NamedSharding(mesh_of(fsdp=8), P("fsdp"))
+    params = jax.tree.map(lambda p: p.update(sharding=sharding), variables["params"])
+    make = jax.jit(lambda variables: quantize_weights_once(model, variables, X))
+    clear()  # of the names that init recorded
+    with pytest.warns(UserWarning, match="^block/up: axis . of .* over fsdp=8"):
+        make.lower({**variables, "params": params}).compile()
 
 
 @needs_devices
