@@ -140,7 +140,9 @@ def _check(candidates: Sequence[str], budget: float) -> None:
         raise ValueError(f"candidates takes names of recipes; got {candidates!r}")
     if unknown := [name for name in candidates if name not in NAMED]:
         names = ", ".join(NAMED)
-        raise ValueError(f"candidates takes some of {names}; got {unknown[0]!r}")
+        raise ValueError(
+            f"candidates takes names of recipes, some of {names}; got {unknown[0]!r}"
+        )
     if not (isinstance(budget, float | int) and 0 < budget < math.inf):
         raise ValueError(f"budget takes a number above 0; got {budget!r}")
 

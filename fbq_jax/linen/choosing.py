@@ -51,8 +51,8 @@ def choose_recipes(
 
     Raises:
       TypeError: the model is not one of Linen.
-      ValueError: no such layer can be quantized, a candidate is no recipe, or the
-        budget is not a positive number.
+      ValueError: no such layer can be quantized, the variables have no parameters, a
+        candidate is no recipe, or the budget is not a positive number.
 
     >>> import jax.numpy as jnp
     >>> class Classifier(nn.Module):
@@ -66,6 +66,11 @@ def choose_recipes(
     ['block', 'block']
     """
     check_linen("choose_recipes", model)
+    if "params" not in variables:
+        raise ValueError(
+            "choose_recipes takes the variables of a model ({'params': ...}); got the "
+            f"collections {sorted(variables)}"
+        )
     rngs = {"params": jax.random.key(0), **kwargs.get("rngs", {})}
     options = {name: value for name, value in kwargs.items() if name != "rngs"}
 

@@ -260,7 +260,7 @@ def test_times_of_layers(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"candidates": ["blok"]}, "candidates takes some of fallback, block,.*'blok'"),
+        ({"candidates": ["blok"]}, "names of recipes, some of fallback,.*'blok'"),
         ({"candidates": "block"}, "candidates takes names of recipes; got 'block'"),
         ({"budget": 0}, "budget takes a number above 0; got 0"),
         ({"loss": lambda _: jnp.float32(0.0)}, "no layer whose product has a gradient"),
@@ -270,3 +270,9 @@ def test_errors(planted, options, message):
     model, variables, x = planted
     with pytest.raises(ValueError, match=message):
         fbq_jax.choose_recipes(model, variables, x, **{"loss": mean_square, **options})
+
+
+def test_parameters_without_their_collection_are_an_error(planted):
+    model, variables, x = planted
+    with pytest.raises(ValueError, match=r"{'params': ...}.*; got the collections"):
+        fbq_jax.choose_recipes(model, variables["params"], x, loss=mean_square)
