@@ -143,7 +143,8 @@ def batches(
     tokens = getattr(corpus, part)
     if len(tokens) <= seq:
         found = f"the {part} part has {len(tokens)} tokens"
-        raise UserError(f"data: {found}, fewer than one window of {seq + 1}")
+        why = f"fewer than one window of {seq + 1}"
+        raise UserError(f"data: {found}, {why}: add text, or set a smaller --seq")
     # Adjacent windows share one token.
     windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
     shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()

@@ -90,7 +90,11 @@ def make(text: str) -> Mesh | None:
         sizes[name] = int(size)
     needed = math.prod(sizes.values())
     if needed > len(devices) or (processes > 1 and needed < len(devices)):
-        raise UserError(f"mesh {text} needs {needed} devices, got {len(devices)}")
+        message = f"mesh {text} needs {needed} devices, got {len(devices)}"
+        if devices[0].platform == "cpu" and processes == 1:
+            flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            message += f"; to try it on a CPU, set {flag}"
+        raise UserError(message)
     shape, names, types = (*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(shape, names, axis_types=types, devices=devices[:needed])
 

@@ -105,7 +105,8 @@ class LlamaConfig:
                 raise UserError(f"{name} takes indices of the {n} layers, got {got}")
         theta, dim, experts = self.rope_theta, self.head_dim, self.num_experts
         if dim % 2:
-            raise UserError(f"head_dim takes an even number, got {dim}")
+            default = "by default it is hidden_size / num_heads"
+            raise UserError(f"head_dim takes an even number, got {dim}; {default}")
         if self.sliding_layers and self.sliding_window is None:
             raise UserError("sliding_window takes an integer with sliding_layers")
         if isinstance(self.rope_scaling, YarnScaling) and (theta == 1 or dim == 2):

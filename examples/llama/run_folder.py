@@ -86,7 +86,8 @@ def check_same(out: Path, config: Config, corpus: Corpus) -> None:
         if name not in CHANGEABLE and options[name] != value:
             other = f"{name} = {options[name]}"
             raise UserError(
-                f"{out} has {name} = {value}, so it cannot be resumed with {other}"
+                f"{out} has {name} = {value}, so it cannot be resumed with {other}: "
+                "leave the option out, or start a run in another --out"
             )
 
 

@@ -247,7 +247,7 @@ def test_a_corpus_that_does_not_fit_is_named():
     corpus.check_fits(49)
     with pytest.raises(UserError, match=r"token id 48; .* accepts 0 to 47"):
         corpus.check_fits(48)
-    with pytest.raises(UserError, match=r"train part has 16 tokens, .* window of 17"):
+    with pytest.raises(UserError, match=r"has 16 tokens, .* window of 17: add text"):
         batches(counting(16), "train", seq=16, batch=1, seed=0)
     with pytest.raises(UserError, match="val part has 0 tokens"):
         batches(counting(17), "val", seq=16, batch=1, seed=0)

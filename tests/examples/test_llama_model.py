@@ -196,7 +196,7 @@ SIZE, EPS = "an integer from 1 to 2147483647", "a number from 1.17549e-38 to"
         ({"num_layers": 2.0}, f"{SIZE}, got 2.0"),
         ({"num_layers": 10**20}, f"{SIZE}, got 1000"),
         ({"num_kv_heads": 3}, "a divisor of num_heads"),
-        ({"head_dim": 7}, "an even number"),
+        ({"head_dim": 7}, "an even number, got 7; by default it is hidden_s"),
         ({"rope_theta": -1.0}, "a number from 1 to"),
         ({"rope_theta": "1e4"}, "a number from 1 to .*, got '1e4'"),
         ({"rope_theta": float("nan")}, "a number from 1 to .*, got nan"),

@@ -321,7 +321,7 @@ I31 = "an integer from 1 to 2147483647"
         ({}, ["--recipe=bf16"], "recipe = fallback, .* recipe = bf16"),
         ({}, ["--data={other}"], "data = .*other has .*, and data = .*text had"),
         ({"data": "{other}"}, [], "cannot be resumed with other data than before"),
-        ({}, ["--seq=8"], "seq = 16, .* seq = 8"),
+        ({}, ["--seq=8"], "seq = 16, .* seq = 8: leave the option out"),
         ({}, ["--steps=7"], "steps = 6, .* steps = 7"),
     ],
 )
