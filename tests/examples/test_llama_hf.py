@@ -236,7 +236,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [1.0]
 PARTIAL = {"partial_rotary_factor": 0.5}
 OF_LLAMA = [
     ({"model_type": "gpt2"}, "model_type is 'gpt2', supported: llama, qwen2, mi"),
-    ({"model_type": ...}, "model_type is None"),
+    ({"model_type": ...}, "model_type is None, .* in the subfolder hf"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"attention_bias": True}, "attention_bias is True"),
     ({"mlp_bias": True}, "mlp_bias is True"),

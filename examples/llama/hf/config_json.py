@@ -72,7 +72,10 @@ def family_of(stored: Json, file: Path) -> Family:
     name = stored.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         got, known = reprlib.repr(name), ", ".join(FAMILIES)
-        raise CheckpointError(f"{file}: model_type is {got}, supported: {known}")
+        message = f"{file}: model_type is {got}, supported: {known}"
+        if name is None:  # as in the options of a run
+            message += "; a run has its model in the subfolder hf, by --export hf"
+        raise CheckpointError(message)
     return FAMILIES[name]
 
 
