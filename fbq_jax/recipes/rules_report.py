@@ -261,14 +261,18 @@ def _float_reason(
 def warn_of_idle_rules(rules: Pairs, report: RulesReport, *, stacklevel: int) -> None:
     """Warns if rules quantize nothing, or a rule for float keeps no layer in float.
 
-    Most likely a pattern matches nothing.
+    Most likely a pattern matches nothing, or the layers have ops of their own.
 
     Args:
       rules: the rules of a model.
       report: what they do.
       stacklevel: the frame that the warning names: 1 is the caller's.
     """
-    quantized = [*report.products, *(p for p in report.activation_products if p.recipe)]
+    own = [p for p in report.products if p.rule is None]
+    quantized = [
+        *(p for p in report.products if p.rule is not None),
+        *(p for p in report.activation_products if p.recipe),
+    ]
     patterns = [pattern for pattern, recipe in rules if recipe is not None]
     unused = [
         pattern
@@ -279,6 +283,8 @@ def warn_of_idle_rules(rules: Pairs, report: RulesReport, *, stacklevel: int) ->
     ]
     if patterns and not quantized:
         effect = "quantize nothing"
+        if own:
+            effect += " (a layer keeps the op that the model's code gives it)"
     elif unused:
         patterns = unused
         effect = (

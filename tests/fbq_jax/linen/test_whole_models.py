@@ -407,7 +407,8 @@ def test_layers_keep_an_op_of_their_own():
             x = nn.Dense(32, dot_general=Fp8Dot(scaling="current"), name="fp8")(x)
             return nn.Dense(32, dot_general=fbq_jax.fallback_dot, name="own")(x)
 
-    model, report = quantize(Model(), {".*": SMALL}, KEY, X)
+    with pytest.warns(UserWarning, match=r"nothing \(a layer keeps the op that"):
+        model, report = quantize(Model(), {".*": SMALL}, KEY, X)
     assert [(p.parameter, p.rule) for p in report.products] == [("own/kernel", None)]
     assert report.unused_rules == (".*",)
     assert report.unmatched_layers == ("fp8", "own")
