@@ -143,7 +143,7 @@ def test_the_loop_quantizes_no_weight():
         assert everywhere > in_loop == 0
 
 
-@pytest.mark.parametrize("kind", ["dense", "norm_dense", "gated_mlp"])
+@pytest.mark.parametrize("kind", with_first_fast(["dense", "gated_mlp", "norm_dense"]))
 @pytest.mark.parametrize("remat", [True, False])
 def test_a_loop_over_layers_saves_no_codes_that_it_was_given(kind, remat, monkeypatch):
     """Codes of weights are inputs of the loop, which need no other place."""
