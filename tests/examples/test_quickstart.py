@@ -9,11 +9,12 @@ import pytest
 from jax import export
 
 from examples.quickstart import linen, nnx
+from tests.marks import with_first_fast
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.mark.parametrize("program", [linen, nnx])
+@pytest.mark.parametrize("program", with_first_fast([linen, nnx]))
 def test_a_resumed_run_continues_and_its_export_computes_the_task(
     program, tmp_path, capsys
 ):

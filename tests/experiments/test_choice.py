@@ -35,6 +35,7 @@ def test_planted_outliers_change_no_loss(layers):
     assert changed["layer_1"]["mlp"]["down"]["kernel"]
 
 
+@pytest.mark.exhaustive
 def test_training_moves_the_state(layers):
     model, params = layers
     model = choice.SeparateLayers(model.config, FallbackDot(recipes.fallback))

@@ -17,7 +17,7 @@ from fbq_jax.ops.op import LocalOp
 from tests import oracle
 from tests.gpus import compile_for_hopper, h200s, needs_compiler
 from tests.kernels.quantize_cases import heavy
-from tests.marks import rows_with_first_fast, with_first_fast
+from tests.marks import rows_with_first_fast
 
 E, D, F = 5, 40, 48
 X, DY = heavy((70, D)), heavy((70, D), 1)
@@ -153,7 +153,8 @@ def test_a_gate_of_two_bytes_is_rounded_once(unfused):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", with_first_fast(["row_block_lhs", "block"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["row_block_lhs", "block"])
 def test_a_layer_more_takes_the_memory_of_its_codes(monkeypatch, name):
     """Of scanned and rematerialized layers, compiled for an H200, in a training step.
 

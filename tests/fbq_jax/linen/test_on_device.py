@@ -191,9 +191,8 @@ def test_each_layer_adds_few_launches(dot_general, most):
 
 @needs_compiler
 @pytest.mark.usefixtures("triton_calls")
-@pytest.mark.parametrize(
-    "name", with_first_fast(["row_block_lhs", "fp8_row_block_lhs"])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["row_block_lhs", "fp8_row_block_lhs"])
 def test_experts_with_scales_of_rows_launch_what_blocks_do(name, monkeypatch):
     """The same kernels, and not more of XLA's own."""
     monkeypatch.setattr(gemm, "_num_sms", lambda: 132)
