@@ -59,6 +59,7 @@ def test_chunks_add_up_to_the_whole(monkeypatch, options):
     np.testing.assert_allclose(whole[0][0], expected, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_evaluation_in_chunks(monkeypatch):
     options = {"recipe": recipes.fallback, "quantize_head": True}
     _, (model, state, params) = losses(monkeypatch, 2 * 6 * 40, **options)

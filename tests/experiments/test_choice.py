@@ -45,6 +45,7 @@ def test_training_moves_the_state(layers):
     assert speed > 0
 
 
+@pytest.mark.exhaustive
 def test_speed(monkeypatch):
     monkeypatch.setattr(choice, "MODELS", ((128, 128, 1, 1),))
     monkeypatch.setattr(harness, "VOCABULARY", 64)
