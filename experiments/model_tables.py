@@ -43,10 +43,8 @@ def added_losses(results: Path) -> str:
     for name, row in added.items():
         if name != "bf16":
             of = losses.get("auto" if name == "chosen" else name, {})
-            tuned = result_files.differences_from_bf16({**losses, name: of}, name)
-            trained = ", ".join(f"{x:+.4f}" for x in tuned)
             cell = f"{row['added']:+.4f} ± {row['standard_error']:.4f}"
-            rows.append([name, cell, trained])
+            rows.append([name, cell, _of_seeds({**losses, name: of}, name)])
     seeds = ", ".join(map(str, losses.get("bf16", {})))
     return table(("recipe", "not trained", f"trained, seeds {seeds}"), rows)
 
@@ -143,18 +141,15 @@ def planted(results: Path) -> str:
     first, *runs = _rows(results, "planted") or [{}]
     if not runs:
         return ""
-    of: dict[str, list[Json]] = defaultdict(list)
+    losses: dict[str, dict[int, float]] = defaultdict(dict)
+    speeds: dict[str, list[float]] = defaultdict(list)
     for run in runs:
-        of[run["recipe"]].append(run)
-    bf16 = [run["loss"] for run in of["bf16"]]
-    rows = []
-    for recipe, found in of.items():
-        differences = [
-            f"{run['loss'] - x:+.4f}" for run, x in zip(found, bf16, strict=True)
-        ]
-        losses = ", ".join(f"{x:.4f}" for x in bf16) if recipe == "bf16" else ""
-        speed = np.mean([run["tokens_per_s"] for run in found])
-        rows.append([recipe, losses or ", ".join(differences), f"{speed:,.0f}"])
+        losses[run["recipe"]][run["seed"]] = run["loss"]
+        speeds[run["recipe"]].append(run["tokens_per_s"])
+    rows = [
+        [recipe, _of_seeds(losses, recipe), f"{np.mean(of):,.0f}"]
+        for recipe, of in speeds.items()
+    ]
     block: dict[bool, list[float]] = defaultdict(list)
     for layer, *_, candidates, _, _, _ in first["report"]["layers"]:
         if layer.endswith("/down"):
@@ -166,6 +161,14 @@ def planted(results: Path) -> str:
         f"to {max(block[False]):.3f} in the other layers."
     )
     return f"{table(('recipe', 'loss', 'tokens/s'), rows)}\n\n{about}"
+
+
+def _of_seeds(losses: dict[str, dict[int, float]], recipe: str) -> str:
+    """The losses of bf16, or a recipe's minus those of the same seeds."""
+    if recipe == "bf16":
+        return ", ".join(f"{x:.4f}" for x in losses[recipe].values())
+    differences = result_files.differences_from_bf16(losses, recipe)
+    return ", ".join(f"{x:+.4f}" for x in differences)
 
 
 def predictions(results: Path) -> str:
@@ -190,20 +193,17 @@ def predictions(results: Path) -> str:
 
 def pretraining(results: Path) -> str:
     """The losses and speeds of pretraining by recipe, and with those chosen."""
-    found: dict[tuple[str, str], dict[int, Json]] = defaultdict(dict)
+    losses: dict[str, dict[str, dict[int, float]]] = {}
+    speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in _rows(results, "pretraining"):
-        found[row["size"], row["recipe"]][row["seed"]] = row
+        size, recipe = row["size"], row["recipe"]
+        of_size = losses.setdefault(size, defaultdict(dict))
+        of_size[recipe][row["seed"]] = last_val_loss(row)
+        speeds[size, recipe].append(row["tokens_per_s"])
     rows = []
-    for (size, recipe), of in found.items():
-        bf16 = found[size, "bf16"]
-        losses = [
-            f"{last_val_loss(row):.4f}"
-            if recipe == "bf16"
-            else f"{last_val_loss(row) - last_val_loss(bf16[seed]):+.4f}"
-            for seed, row in of.items()
-        ]
-        speed = np.mean([row["tokens_per_s"] for row in of.values()])
-        over = speed / np.mean([row["tokens_per_s"] for row in bf16.values()])
-        rows.append([size, recipe, ", ".join(losses), f"{speed:,.0f}", f"{over:.2f}"])
+    for (size, recipe), of in speeds.items():
+        speed, over = np.mean(of), np.mean(of) / np.mean(speeds[size, "bf16"])
+        cells = _of_seeds(losses[size], recipe), f"{speed:,.0f}", f"{over:.2f}"
+        rows.append([size, recipe, *cells])
     head = "parameters", "recipe", "validation loss", "tokens/s", "speedup vs bf16"
     return table(head, rows)

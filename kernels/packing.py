@@ -80,10 +80,7 @@ def as_words(packed: Packed) -> Packed:
     *lead, size = packed.data.shape
     padding = [(0, 0)] * len(lead) + [(0, -size % 4)]
     data = jnp.pad(packed.data, padding).reshape(*lead, -(-size // 4), 4)
-    words = data[..., 0].astype(jnp.uint32)
-    for i in range(1, 4):
-        words |= data[..., i].astype(jnp.uint32) << (8 * i)
-    return packed._replace(data=words)
+    return packed._replace(data=lax.bitcast_convert_type(data, jnp.uint32))
 
 
 def _as_bytes(data: jax.Array) -> jax.Array:
@@ -91,8 +88,7 @@ def _as_bytes(data: jax.Array) -> jax.Array:
     if data.dtype == jnp.uint8:
         return data
     *lead, size = data.shape
-    shift = 8 * lax.broadcasted_iota(jnp.uint32, (*lead, size, 4), len(lead) + 1)
-    return (data[..., None] >> shift).astype(jnp.uint8).reshape(*lead, 4 * size)
+    return lax.bitcast_convert_type(data, jnp.uint8).reshape(*lead, 4 * size)
 
 
 def dequantize(packed: Packed, size: int, bits: int) -> jax.Array:
