@@ -67,19 +67,19 @@ def schemes(results: Path) -> str:
 
 
 def steps(results: Path, files: Sequence[str] = _STEPS) -> str:
-    """Memory and time of the steps of a whole model, over the fastest bf16 step."""
-    found = [row for name in files for row in _rows(results, name)]
-    bf16 = [row for row in found if row["what"].startswith("bf16")]
-    fastest = max((row.get("tokens_per_s", 0.0) for row in bf16), default=0.0)
+    """Memory and time of steps of a whole model, over the fastest in bf16 of a file."""
     rows = []
-    for row in found:
-        cells = [row["what"], str(row["batch"]), f"{row['peak_bytes'] / 1e9:.0f}"]
-        if speed := row.get("tokens_per_s"):
-            cells += [f"{row['ms']:.0f}", f"{speed:,.0f}", f"{row['model_tflops']:.0f}"]
-            cells.append(f"{speed / fastest:.2f}")
-        else:
-            cells.append("does not fit")
-        rows.append(cells)
+    for found in (_rows(results, name) for name in files):
+        bf16 = [row for row in found if row["what"].startswith("bf16")]
+        fastest = max((row.get("tokens_per_s", 0.0) for row in bf16), default=0.0)
+        for row in found:
+            cells = [row["what"], str(row["batch"]), f"{row['peak_bytes'] / 1e9:.0f}"]
+            if speed := row.get("tokens_per_s"):
+                cells += [f"{row['ms']:.0f}", f"{speed:,.0f}"]
+                cells += [f"{row['model_tflops']:.0f}", f"{speed / fastest:.2f}"]
+            else:
+                cells.append("does not fit")
+            rows.append(cells)
     head = "step", "sequences", "peak GB", "ms", "tokens/s", "model TFLOP/s"
     return table((*head, "over the fastest bf16"), rows)
 

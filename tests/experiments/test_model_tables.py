@@ -59,12 +59,14 @@ def test_steps_are_compared_with_the_fastest_in_bf16(tmp_path: Path) -> None:
     too_large = {"what": "bf16", "batch": 1, "peak_bytes": 1.75e11}
     fast = a_step("fallback", 2000.0, kernel_mosaic_gpu=4.0, quantize_norm=1.0, a=2.0)
     bf16 = a_step("bf16", 1000.0, nvjet_sm90=9.0, cudnn=3.0)
-    slow = a_step("bf16", 500.0, nvjet_sm90=18.0)
-    write(tmp_path, llama_3_8b=[too_large, bf16, fast], llama_3_8b_2=[slow])
+    elsewhere = a_step("bf16", 500.0, nvjet_sm90=18.0)
+    faster = a_step("fallback", 750.0, kernel_mosaic_gpu=10.0)
+    two = [elsewhere, faster]
+    write(tmp_path, llama_3_8b=[too_large, bf16, fast], llama_3_8b_2=two)
     _, _, *rows = model_tables.steps(tmp_path).splitlines()
     assert rows[0] == "| bf16 | 1 | 175 | does not fit |  |  |  |"
     assert rows[2].endswith("| 1 | 90 | 8 | 2,000 | 200 | 2.00 |")
-    assert rows[3].endswith("| 0.50 |")
+    assert rows[4].endswith("| 1.50 |")
     _, _, *parts = model_tables.parts(tmp_path).splitlines()
     columns = [[int(cell) for cell in row.split("|")[2:-1]] for row in parts]
     bf16_ms, *_, fallback_ms = zip(*columns, strict=True)
