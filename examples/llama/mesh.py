@@ -38,7 +38,7 @@ PARAMETERS: dict[tuple[str, ...], tuple[str | None, ...]] = {
     ("lm_head", "kernel"): ("embed", "vocab"),
 }
 # The mesh axes that shard each logical axis.
-RULES = {"batch": ("data", "fsdp"), "embed": ("fsdp",)}
+RULES = {"batch": ("data", "fsdp"), "replica": ("data",), "embed": ("fsdp",)}
 RULES |= dict.fromkeys(("heads", "mlp", "expert", "vocab"), ("tensor",))
 
 # The options that select devices and processes.
@@ -144,6 +144,8 @@ def specs(state: Any) -> Any:
 
     def partition(path: Sequence[Any], array: Any) -> PartitionSpec:
         found = tuple(getattr(key, "key", getattr(key, "name", None)) for key in path)
+        if found[-1] == "values":  # of a moment in FP8, which is sharded as its weight
+            found = found[:-1]
         are_codes = "fallback_codes" in found
         if are_codes:  # as their kernel is
             found, layout = (*found[: found.index("dot_general")], "kernel"), found

@@ -31,7 +31,7 @@ from flax.core import DenyList
 from jax import lax
 
 import fbq_jax
-from examples.llama import attention, invariant, loss, rotary
+from examples.llama import attention, invariant, loss, mesh, rotary
 from examples.llama.mesh import constrain
 from examples.llama.model_config import LlamaConfig
 from examples.llama.projections import INITIALIZER, DotGeneral, Part
@@ -208,15 +208,17 @@ class Llama(Part):
         sizes = config.vocab_size, config.hidden_size
         embed = nn.Embed(*sizes, embedding_init=INITIALIZER, name="embed")
         # The lookup is in float32, so that the gradients of rows add up in float32.
-        # A device looks up its own tokens in complete rows.
-        rows = jnp.take(constrain(embed.embedding, "vocab", None), tokens, axis=0)
+        # With FSDP, devices exchange the tokens and what they find, not the table.
+        tokens = constrain(tokens, "replica", None)
+        rows = jnp.take(constrain(embed.embedding, "vocab", "embed"), tokens, axis=0)
+        rows = constrain(rows, "replica", None, "embed")
         # Gemma's factor is rounded to the dtype of the computation.
         factor = jnp.asarray(config.embed_scale, config.dtype)
-        x = constrain(rows.astype(config.dtype), "batch", None, None)
         if config.invariant:
             x = invariant.scale(rows, factor)
-        elif config.embed_scale != 1:
-            x *= factor
+        else:
+            x = rows.astype(config.dtype) * factor
+        x = constrain(x, "batch", None, None)
 
         layers = nn.scan(
             # The scan separates the forward from the backward pass, so CSE is safe.
@@ -284,7 +286,8 @@ class Llama(Part):
     ) -> jax.Array:
         """The mean cross-entropy of targets [B, S] after the last norm."""
         batch, length = targets.shape
-        count = loss.chunks(batch, length, self.config.vocab_size)
+        of_device = -(-batch // mesh.shards("batch"))
+        count = loss.chunks(of_device, length, self.config.vocab_size)
         if count == 1:
             return loss.cross_entropy(self._logits(x, table), targets)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.llama import loss
+from examples.llama import loss, mesh
 from examples.llama.model import Llama
 from fbq_jax import FallbackDot, fallback_stats, recipes
 from tests.examples.small import small_config
@@ -44,6 +44,17 @@ def losses(monkeypatch, most, recipe=None, **options):
         return model.apply(all_, TOKENS, targets=TARGETS, mutable=["fallback"])
 
     return jax.value_and_grad(of, has_aux=True)(params), (model, variables, params)
+
+
+@pytest.mark.parametrize(("devices", "loops"), [("", 2), ("fsdp=2", 1)])
+def test_chunks_divide_the_logits_of_one_device(monkeypatch, devices, loops):
+    config = small_config()
+    monkeypatch.setattr(loss, "_MOST_LOGITS", 24 * config.vocab_size)
+    model = Llama(config)
+    with mesh.use(mesh.make(devices)):
+        params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+        found = jax.make_jaxpr(model.apply)(params, TOKENS, targets=TARGETS)
+    assert str(found).count(" scan[") == loops  # the layers, and the chunks
 
 
 @pytest.mark.parametrize(

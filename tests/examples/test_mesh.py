@@ -14,11 +14,14 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
-from examples.llama import checkpoint, mesh, metrics, step, train
+from examples.llama import checkpoint, loss, mesh, metrics, step, train
 from examples.llama.build import build
+from examples.llama.config import Config
 from examples.llama.model import Llama
 from examples.llama.train import parse_command
 from fbq_jax import fallback_dot, quantize_weights_once
+from fbq_jax.fp8.scaled_tensor import ScaledTensor
+from tests.collectives import collectives
 from tests.examples.small import small_config
 
 SIZES = ["--hidden=256", "--ffn=256", "--layers=1", "--heads=2", "--seq=128"]
@@ -130,6 +133,51 @@ def test_every_matrix_is_sharded():
     assert specs[f"{experts}/gate_up/kernel"] == P(None, ("tensor",), ("fsdp",), None)
     assert specs[f"{experts}/down/kernel"] == P(None, ("tensor",), None, ("fsdp",))
     assert specs[f"{experts}/router/kernel"] == P(None, None, None)
+
+
+def test_moments_are_sharded_as_their_weights():
+    def moments_of(config):
+        optimizer = step.make_optimizer(config)[0]
+        init = step.make_initializer(Llama(small_config()), optimizer)
+        with jax.set_mesh(mesh.make("fsdp=2,tensor=4")):
+            state = mesh.specs(jax.eval_shape(init, jax.random.key(0), None))
+        return state.params, state.opt_state[1][0]
+
+    params, adam = moments_of(Config())
+    assert adam.mu == adam.nu == params
+    params, adam = moments_of(Config(moments="fp8"))
+    for moments in (adam.mu, adam.nu):
+        values = jax.tree.map(
+            lambda x: x.values, moments, is_leaf=lambda x: isinstance(x, ScaledTensor)
+        )
+        assert values == params
+        assert moments["lm_head"]["kernel"].scale == P()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("standard_promotion")
+def test_fsdp_gathers_codes_and_the_head(monkeypatch):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 640}
+    config = small_config(num_layers=2, saved_bits=10, **sizes)
+    model = Llama(config, fallback_dot)
+    optimizer, schedule = step.make_optimizer(Config(moments="fp8"))
+    init = step.make_initializer(model, optimizer)
+    monkeypatch.setattr(loss, "_MOST_LOGITS", 128 * config.vocab_size)
+    with mesh.use(mesh.make("fsdp=2")):
+        shapes = jax.eval_shape(init, jax.random.key(0), None)
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            *(shapes, mesh.shardings(shapes)),
+        )
+        tokens = mesh.distribute(np.zeros((1, 2, 129), np.int32), None, "batch", None)
+        train_step = step.make_train_step(model, optimizer, schedule)
+        found = collectives(train_step.lower(state, tokens).compile())
+    smallest = config.hidden_size**2  # weights of a layer, and the table, have more
+    gathers = [c for c in found if c.kind == "all-gather" and c.size >= smallest]
+    head = config.hidden_size * config.vocab_size
+    assert {c.size for c in gathers if c.dtype != "s8"} == {head}
+    assert sum(c.size == head for c in gathers) <= 2  # forward and backward
+    assert sum(c.dtype == "s8" for c in gathers) >= 2 * 4  # projections
 
 
 def test_codes_are_sharded_as_their_weights():
