@@ -183,9 +183,12 @@ def test_commands_take_their_options(words, monkeypatch, capsys):
                 check_help = pytest.raises(SystemExit, match=r"^0$")
                 with check_help if "--help" in arguments else contextlib.nullcontext():
                     parse("examples.llama.train", arguments)
-        case ["pip", "install", what]:
-            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        case ["pip", "install", what, *packages]:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            extras = project["optional-dependencies"]
             extra = re.fullmatch(r"\.(?:\[([\w-]+)\])?", what)[1]
-            assert extra is None or extra in extras["optional-dependencies"]
+            assert extra is None or extra in extras
+            models = {re.match(r"[\w-]+", need)[0] for need in extras["models"]}
+            assert models.issuperset(packages)
         case _:
             pytest.fail(f"no test reads {shlex.join(words)}")

@@ -6,6 +6,7 @@ Models whose package is not installed are skipped.
 import functools
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import fbq_jax
+from examples.quickstart import qwen3 as tutorial
 from fbq_jax import RulesReport, assert_live, recipes
 from fbq_jax.contrib import qwix
 from tests.fbq_jax.contrib import public_models
@@ -147,6 +150,53 @@ def test_rows_are_written_and_others_stay(
         assert row[key] == committed[key]
     assert row["qwix"]["products"] == committed["qwix"]["products"]
     assert rows == {**ROWS, name: row}
+
+
+def test_the_tutorial_trains_in_int8(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("Qwen 3, `nnx.remat`")
+    monkeypatch.setattr(tutorial, "HELD_OUT", tutorial.BATCH)
+    outputs = []
+    for options in ([], ["--float"]):
+        tutorial.main(["--steps", "10", *options])
+        outputs.append(capsys.readouterr().out)
+    int8, in_float = outputs
+    assert len(re.findall(r" fallback$", int8, re.MULTILINE)) == 14
+    assert re.search(r"^lm_head/w .* float: rule 'lm_head'$", int8, re.MULTILINE)
+    rates = [int(rate) for rate in re.findall(r"fallback rate (\d+)%", int8)]
+    assert len(rates) == 2
+    assert min(rates) > 0
+    assert "fallback" not in in_float
+    losses = [
+        [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+        for output in outputs
+    ]
+    assert len(losses[0]) == 3  # of the first step, the last one, and held-out text
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(*losses, rtol=0.05)
+    assert losses[0][2] < losses[0][0] - 0.5
+
+
+def test_the_tutorials_thresholds_move_in_training_only() -> None:
+    installed("Qwen 3, `nnx.remat`")
+    windows = tutorial.load_text()[1][: tutorial.BATCH]
+    model, _ = qwix.quantize_nnx(
+        tutorial.make_model(),
+        tutorial.RULES,
+        *tutorial.inputs(windows),
+        quantize_rngs=nnx.Rngs(1),
+    )
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    stats = [fbq_jax.nnx.fallback_stats(model)]
+    for _ in range(2):
+        tutorial.train_step(model, optimizer, windows)
+        stats.append(fbq_jax.nnx.fallback_stats(model))
+        assert_live(*stats[-2:])
+        tutorial.evaluate(model, windows)
+        jax.tree.map(
+            np.testing.assert_array_equal, fbq_jax.nnx.fallback_stats(model), stats[-1]
+        )
 
 
 TUNIX = [name for name, model in MODELS.items() if model.package == "google-tunix"]
