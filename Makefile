@@ -1,4 +1,5 @@
-# Each target installs what it needs into .venv, then runs.
+# Each target installs what it needs into .venv, then runs. Python compiles the modules that
+# are used, which takes less time than compiling all that are installed.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -19,7 +20,7 @@ test: $(VENV)/test
 # With a TPU's compiler installed, JAX looks for a TPU: another virtual environment.
 test-tpu:
 	$(MAKE) VENV=.venv-tpu .venv-tpu/tpu .venv-tpu/examples
-	.venv-tpu/bin/python -m pip install --quiet chex hypothesis pytest
+	.venv-tpu/bin/python -m pip install --quiet --no-compile chex hypothesis pytest
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest tests/kernels/tpu/test_compiled.py \
 		tests/kernels/tpu/test_meshes.py tests/examples/test_tpu.py $(ARGS)
 
@@ -37,7 +38,7 @@ package:
 
 $(VENV)/%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$*]'
 	test -e /dev/nvidiactl || echo '$(SKIP_CHECK)' > \
 		$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/no_gpu.pth
 	touch $@

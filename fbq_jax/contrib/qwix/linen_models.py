@@ -1,6 +1,5 @@
 """Linen models: ``quantize``, and the layer that a product belongs to."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -17,12 +16,7 @@ from fbq_jax.linen.rules import RulesDot
 from fbq_jax.linen.state import Parameter, calling_module, can_keep_state
 from fbq_jax.linen.tracing import parameter_leaves
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
-from fbq_jax.recipes.rules_report import (
-    NOT_REACHED,
-    WITHOUT_OP,
-    RulesReport,
-    is_adapter,
-)
+from fbq_jax.recipes.rules_report import RulesReport, is_adapter
 from fbq_jax.recipes.schema import Recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,13 +59,7 @@ def quantize(
     w          16 x 8  .*    block
     """
     model, report = quantize_with(_run, model, rules, rngs, args, kwargs)
-    floats = tuple(
-        parameter._replace(reason=NOT_REACHED)
-        if parameter.reason == WITHOUT_OP
-        else parameter
-        for parameter in report.float_parameters
-    )
-    return model, dataclasses.replace(report, float_parameters=floats)
+    return model, report.of_own_code()
 
 
 def _run(dot: RulesDot, call: Callable[[], Any]) -> Any:

@@ -119,7 +119,8 @@ def quantize_nnx(
     drop_unused_ops(model, layers, products, args, kwargs)
     name_layers(model)
     activations = recorded.products_by(pairs).values()
-    return model, report_on(model, pairs, found, products, activations, ())
+    report = report_on(model, pairs, found, products, activations, ())
+    return model, report.of_own_code()
 
 
 def _drop_ops(module: nnx.Module) -> None:
