@@ -9,7 +9,7 @@ from flax.core import DenyList
 
 from fbq_jax.choice.choosing import BUDGET, CANDIDATES, Rules, choose_for
 from fbq_jax.choice.report import ChoiceReport
-from fbq_jax.linen.whole_models import quantize
+from fbq_jax.linen import whole_models
 from fbq_jax.model_kind import check_linen
 from fbq_jax.recipes.schema import Recipe
 
@@ -22,6 +22,7 @@ def choose_recipes(
     candidates: Sequence[str] = CANDIDATES,
     budget: float = BUDGET,
     layers: str = ".*",
+    quantize: Callable[..., Any] = whole_models.quantize,
     **kwargs: Any,
 ) -> tuple[dict[str, Recipe | None], ChoiceReport]:
     """Chooses a recipe for each layer of a model, and says why.
@@ -44,6 +45,8 @@ def choose_recipes(
       budget: the largest error of a layer's output, relative to it; its gradients may
         have ten times as much.
       layers: a pattern of paths, as in ``quantize``; other layers stay in float.
+      quantize: what will take the rules; ``fbq_jax.contrib.qwix.quantize`` for a model
+        whose own code multiplies by its parameters.
       **kwargs: keyword arguments of ``model.apply``, such as ``rngs``.
 
     Returns:

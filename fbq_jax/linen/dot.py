@@ -169,19 +169,19 @@ class FallbackDot(DotGeneral):
         variable = self.variable(module, x)
         rhs = jnp.asarray(rhs)  # may be a FrozenKernel that no layer has cast
         rhs = self.check_moves(module, variable, rhs)
-        product = visitor.value.see(
-            LayerWeight(
-                self.config,
-                module,
-                variable,
-                rhs,
-                as_matrix,
-                dimension_numbers,
-                self._parameter(module),
-                ignores_precision,
-            )
-        )
         with named(module):
+            product = visitor.value.see(
+                LayerWeight(
+                    self.config,
+                    module,
+                    variable,
+                    rhs,
+                    as_matrix,
+                    dimension_numbers,
+                    self._parameter(module),
+                    ignores_precision,
+                )
+            )
             codes, frozen = visitor.value.codes(product) or product.codes()
         return LayerDot(
             self.config,

@@ -9,7 +9,8 @@ from flax import nnx
 from fbq_jax.choice.choosing import BUDGET, CANDIDATES, Rules, choose_for
 from fbq_jax.choice.report import ChoiceReport
 from fbq_jax.model_kind import check_nnx
-from fbq_jax.nnx.rules import quantize
+from fbq_jax.nnx import rules as nnx_rules
+from fbq_jax.nnx.dot import dot_name
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -20,20 +21,24 @@ def choose_recipes(
     candidates: Sequence[str] = CANDIDATES,
     budget: float = BUDGET,
     layers: str = ".*",
+    quantize: Callable[..., Any] = nnx_rules.quantize,
     **kwargs: Any,
 ) -> tuple[dict[str, Recipe | None], ChoiceReport]:
     """Chooses a recipe for each layer of a model, and says why.
 
     This is ``fbq_jax.choose_recipes`` for an unquantized model, which does not change.
     The other arguments are those of its call; ``report.check(model, *args)`` looks
-    again.  Returns the rules for ``fbq_jax.nnx.quantize``, and the report.
+    again.  Returns the rules for ``quantize``, and the report.  If the model's own code
+    multiplies by its parameters, ``quantize`` is
+    ``fbq_jax.contrib.qwix.quantize_nnx``.
     """
     check_nnx("choose_recipes", model)
 
     def make_step(rules: Rules | None) -> Callable[..., Any]:
         run = nnx.clone(model)
         if rules is not None:
-            quantize(run, rules, *args, **kwargs)
+            made = quantize(run, rules, *args, **kwargs)
+            run = made[0] if isinstance(made, tuple) else run
         parts: Any = nnx.split(run, nnx.Param, ...)
         graph, _, state = parts
 
@@ -53,5 +58,10 @@ def choose_recipes(
 
         return step
 
-    report = choose_for(make_step, (model, *args), candidates, budget, layers)
+    def of_rules(path: str) -> str:
+        """The path that rules match: for a product in a module's code, the module's."""
+        return path.rpartition("/")[0] if path.endswith(dot_name("")) else path
+
+    options = candidates, budget, layers, of_rules
+    report = choose_for(make_step, (model, *args), *options)
     return report.rules, report

@@ -278,8 +278,9 @@ def test_a_recipe_is_chosen_for_each_layer(name: str) -> None:
     found = installed(name)
     model, call = found.build(), {"loss": found.loss, **found.kwargs}
     if isinstance(model, nnx.Module):
+        call["quantize"] = qwix.quantize_nnx
         rules, report = fbq_jax.nnx.choose_recipes(model, *found.args, **call)
-        used = fbq_jax.nnx.quantize(model, rules, *found.args, **found.kwargs)
+        _, used = qwix.quantize_nnx(model, rules, *found.args, **found.kwargs)
     else:
         key = jax.random.key(0)
         variables = model.init(key, *found.args, **found.kwargs)

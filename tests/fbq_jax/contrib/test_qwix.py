@@ -680,3 +680,25 @@ def test_owners_of_a_shared_nnx_parameter_have_their_own_ops(layers):
     assert [product.layer for product in report.products] == layers
     stats = fbq_jax.nnx.fallback_stats(model)
     assert [path.split("/")[0] for path in stats] == layers
+
+
+def mean_square(y):
+    return jnp.mean(y**2)
+
+
+def test_recipes_are_chosen_for_products_in_a_models_own_code():
+    model, options = Unrolled(), {"loss": mean_square, "quantize": qwix.quantize}
+    variables = model.init(KEY, X)
+    rules, report = fbq_jax.choose_recipes(model, variables, X, **options)
+    assert [layer.layer for layer in report.layers] == ["Layer_0", "Layer_1", "head"]
+    used = qwix.quantize(model, rules, KEY, X)[1]
+    assert {p.layer: p.rule for p in used.products} == {path: path for path in rules}
+
+
+def test_recipes_are_chosen_for_products_in_an_nnx_models_own_code():
+    model, options = NnxModel(nnx.Rngs(0)), {"quantize": qwix.quantize_nnx}
+    options |= {"loss": mean_square, "layers": "blocks/.*|dense"}
+    rules, _ = fbq_jax.nnx.choose_recipes(model, TOKENS, **options)
+    assert list(rules) == ["blocks/0", "blocks/1", "dense"]
+    used = qwix.quantize_nnx(model, rules, TOKENS, quantize_rngs=nnx.Rngs(1))[1]
+    assert {p.layer: p.rule for p in used.products} == {path: path for path in rules}
