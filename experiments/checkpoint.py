@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.llama import choosing, hf
-from examples.llama.config import Config
+from examples.llama.config import AUTO, RECIPES, Config
 from examples.llama.data import load_corpus
 from examples.llama.model import Llama
 from examples.llama.model_config import LlamaConfig
@@ -41,10 +41,10 @@ from fbq_jax.export import ExportError
 _TOKENS = 513  # of a sequence
 _PAIR = 2  # sequences of a call
 _SETTLING = 8  # calls until thresholds stay in their range
-# The recipes of training, the most informative first.
+# The recipes of training, unless others are asked for.
 TUNED = (
     *("bf16", "fallback", "row_block_lhs", "block", "fp8_row_block_lhs", "rowwise"),
-    "auto",
+    AUTO,
 )
 SEEDS = 0, 1, 2
 # The name, further figures, and the loss of each pair of sequences.
@@ -188,10 +188,12 @@ def exported(subject: Subject) -> Losses:
         yield name, {}, read.losses(None)
 
 
-def tuned(model: Path, text: Path, seeds: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def tuned(
+    model: Path, text: Path, seeds: Sequence[int], names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """The validation losses of training by recipe and seed."""
     for seed in seeds:
-        for recipe in TUNED:
+        for recipe in names:
             config = Config(
                 from_hf=str(model), data=str(text), recipe=recipe, seed=seed, **TUNING
             )
@@ -213,13 +215,15 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    options: Any = {"choices": (*RECIPES, AUTO), "metavar": "RECIPE", "nargs": "+"}
+    parser.add_argument("--recipes", default=TUNED, **options)
     parser.add_argument("--planted", type=float, help="root mean squares of outliers")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(argv)
     if asked.planted and asked.command not in ("losses", "schemes"):
         parser.error("--planted is an option of losses and schemes")
     if asked.command == "tuned":
-        rows = tuned(asked.model, asked.text, asked.seeds)
+        rows = tuned(asked.model, asked.text, asked.seeds, asked.recipes)
     else:
         pairs = read_pairs(asked.model, asked.text, asked.sequences)
         subject = load(asked.model, pairs)

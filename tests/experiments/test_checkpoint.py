@@ -90,9 +90,8 @@ def test_exports(run, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_tuning(run, monkeypatch):
-    monkeypatch.setattr(checkpoint, "TUNED", ("bf16", "block"))
     sizes = {"seq": 16, "batch": 2, "steps": 2, "eval_every": 2}
     monkeypatch.setattr(checkpoint, "TUNING", checkpoint.TUNING | sizes)
-    rows = run("tuned", "--seeds", "3")
+    rows = run("tuned", "--seeds", "3", "--recipes", "bf16", "block")
     assert [(row["what"], row["seed"]) for row in rows] == [("bf16", 3), ("block", 3)]
     assert all(row["val_loss"]["2"] > 0 for row in rows)
