@@ -36,14 +36,15 @@ def losses(monkeypatch, most, recipe=None, **options):
     monkeypatch.setattr(loss, "_MOST_LOGITS", most)
     op = None if recipe is None else FallbackDot(recipe)
     model = Llama(small_config(dtype=jnp.float32, **options), op)
-    variables = model.init(jax.random.key(0), TOKENS)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
     params, state = variables.pop("params"), variables
 
     def of(params):
         all_ = {"params": params, **state}
         return model.apply(all_, TOKENS, targets=TARGETS, mutable=["fallback"])
 
-    return jax.value_and_grad(of, has_aux=True)(params), (model, variables, params)
+    gradient = jax.jit(jax.value_and_grad(of, has_aux=True))
+    return gradient(params), (model, variables, params)
 
 
 @pytest.mark.parametrize(("devices", "loops"), [("", 2), ("fsdp=2", 1)])
