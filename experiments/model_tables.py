@@ -26,6 +26,19 @@ _PARTS: dict[str, tuple[str, ...]] = {
 _REST = "optimizer, loss, residual sums, copies (XLA)"
 _GAPS = "between kernels, or less where kernels overlap"
 _STEPS = "llama-3-8b", "llama-3-8b-2"  # with one sequence, and with two
+# Of the schemes in the results, those that the page compares.
+_SCHEMES = (
+    "blocks",
+    "blocks, second term for 20%",
+    "row blocks of X",
+    "row blocks of X, second term for 20%",
+    "row blocks of X, second term for 10% of W",
+    "row blocks of X, blocks and rows of W",
+    "row blocks of X and W",
+    "only X, row blocks",
+    "only W, blocks",
+    "only W, row blocks",
+)
 _DEVICES = "llama-3-8b-fsdp-1", "llama-3-8b-fsdp-2", "llama-3-8b-fsdp-4"
 
 
@@ -49,20 +62,23 @@ def added_losses(results: Path) -> str:
     return table(("recipe", "not trained", f"trained, seeds {seeds}"), rows)
 
 
-def schemes(results: Path) -> str:
+def schemes(results: Path, shown: Sequence[str] = _SCHEMES) -> str:
     """What schemes add to a model's loss, and their errors by planted outliers."""
     losses = {row["what"]: row["added"] for row in _rows(results, "schemes")}
     errors = {row["what"]: row["errors"] for row in _rows(results, "scheme-errors")}
-    found: dict[str, list[str]] = defaultdict(list)
-    sizes = list[str]()
-    for name, of_sizes in errors.items():
-        scheme, sizes = name.partition(": ")[2], list(of_sizes)
-        found[scheme].append(f"{losses[name]:+.4f}" if name in losses else "")
-        found[scheme].append(", ".join(f"{x:.3f}" for x in of_sizes.values()))
-    head = (
-        (f"{codes}, nats", f"errors at {', '.join(sizes)}") for codes in ("INT8", "FP8")
-    )
-    rows = [[scheme, *cells] for scheme, cells in found.items()]
+    if not errors:
+        return ""
+    columns = "INT8", "FP8"
+    rows = []
+    for scheme in shown:
+        cells = [scheme]
+        for codes in columns:
+            name = f"{codes}: {scheme}"
+            cells.append(f"{losses[name]:+.4f}" if name in losses else "")
+            cells.append(", ".join(f"{x:.3f}" for x in errors[name].values()))
+        rows.append(cells)
+    sizes = ", ".join(next(iter(errors.values())))
+    head = ((f"{codes}, nats", f"errors at {sizes}") for codes in columns)
     return table(("scheme", *itertools.chain(*head)), rows)
 
 
