@@ -200,6 +200,7 @@ def pretraining(
                 config = Config(data=str(data), recipe=recipe, seed=seed, **options)
                 found = runs.figures(config)
                 figures = {k: found[k] for k in ("val_loss", "tokens_per_s")}
+                figures["rules"] = found["options"]["recipe"]
                 yield {"size": size, "recipe": recipe, "seed": seed, **figures}
 
 

@@ -68,4 +68,6 @@ def test_pretraining(monkeypatch, tmp_path):
     rows = result_files.read(out)["rows"]
     recipes = ["bf16", "block", "auto"]
     assert [row["recipe"] for row in rows] == recipes * 2
+    assert [row["rules"] for row in rows[:2]] == ["bf16", "block"]
+    assert rows[2]["rules"] != "auto"  # those that were chosen
     assert all(row["val_loss"]["2"] > 0 for row in rows)
