@@ -52,12 +52,16 @@ def make_model() -> Any:
     )
     rngs = nnx.Rngs(0)
     model = qwen3.Qwen3(config, rngs=rngs)
-    # Tunix expects a checkpoint: all kernels of its MLPs are zero, so none would train.
+    draw_mlps(model, rngs)
+    return model
+
+
+def draw_mlps(model: Any, rngs: nnx.Rngs) -> None:
+    """Draws the MLPs' kernels, which Tunix leaves at 0 until a checkpoint is loaded."""
     for _, layer in nnx.iter_modules(model):
         if isinstance(layer, nnx.Linear):
             shape = layer.kernel.shape
             layer.kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), shape)
-    return model
 
 
 def inputs(windows: jax.Array) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from examples.quickstart.qwen3 import draw_mlps
 from fbq_jax import recipes
 from fbq_jax.bench import results
 from fbq_jax.contrib import qwix
@@ -259,7 +260,10 @@ def _tunix(model: str) -> Callable[[Any], Any]:
             norm_eps=1e-6,
             remat_config=module.RematConfig.BLOCK,
         )
-        return getattr(module, model)(config, rngs=nnx.Rngs(0))
+        rngs = nnx.Rngs(0)
+        made = getattr(module, model)(config, rngs=rngs)
+        draw_mlps(made, rngs)
+        return made
 
     return make
 

@@ -265,7 +265,7 @@ def test_lora_by_tunixs_trainer(name: str, tmp_path: Path) -> None:
             model = change(model)
         before = fbq_jax.nnx.fallback_stats(model)
         losses = fit(model, tmp_path / order)
-        np.testing.assert_allclose(losses, expected, rtol=0.02)
+        np.testing.assert_allclose(losses, expected, rtol=0.05)
         after = fbq_jax.nnx.fallback_stats(model)
         steps = 0 if freeze_base in changes else len(losses)
         assert len(after) == 15
