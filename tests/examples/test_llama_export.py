@@ -170,15 +170,16 @@ def unstack(state):
     return [jax.tree.map(lambda x, i=i: x[i], codes) for i in range(layers)]
 
 
+EVERY_MLP = [{}, EXPERTS, EXPERTS | {"qk_norm": True}]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "experts"),
     rows_with_first_fast(
-        [
-            ("blockwise_int8", jnp.float32, {}),
-            ("blockwise_int8", jnp.float32, EXPERTS | {"qk_norm": True}),
-            ("compressed-tensors", jnp.bfloat16, {}),
-            ("compressed-tensors", jnp.bfloat16, EXPERTS),
-        ]
+        itertools.chain(
+            [("blockwise_int8", jnp.float32, experts) for experts in EVERY_MLP],
+            [("compressed-tensors", jnp.bfloat16, experts) for experts in EVERY_MLP],
+        )
     ),
 )
 def test_an_export_is_loaded_to_train_on(tmp_path, name, dtype, experts):
@@ -280,7 +281,7 @@ def test_other_quantizations_are_named(entry):
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("experts", [{}, EXPERTS, EXPERTS | {"qk_norm": True}])
+@pytest.mark.parametrize("experts", EVERY_MLP)
 def test_transformers_computes_with_the_codes_of_compressed_tensors(tmp_path, experts):
     torch = pytest.importorskip("torch", reason="compares with PyTorch")
     transformers = pytest.importorskip("transformers", reason="compares with it")

@@ -72,8 +72,7 @@ def test_linear(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_moe(monkeypatch):
-    monkeypatch.setattr(matmuls, "TIMED", ("fallback", "row_block_lhs"))
+def test_moe():
     tokens, width, hidden, _, top_k = shape = (300, 128, 256, 3, 2)
     measured = list(moe.rows([shape], **OPTIONS))
     check_rates(measured, lambda _: 18 * tokens * top_k * width * hidden)

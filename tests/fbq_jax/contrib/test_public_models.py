@@ -232,7 +232,7 @@ def fit(model: Any, path: Path) -> list[float]:
     config = trainers.TrainingConfig(
         eval_every_n_steps=2, max_steps=4, checkpoint_root_directory=str(path)
     )
-    trainer = trainers.PeftTrainer(model, optax.adam(1e-2), config)
+    trainer = trainers.PeftTrainer(model, optax.adam(3e-3), config)
     trainer = trainer.with_gen_model_input_fn(lambda batch: batch)
     trainer.eval_loss_fn = fbq_jax.nnx.evaluation()(trainer.eval_loss_fn)
     losses = []
@@ -265,7 +265,7 @@ def test_lora_by_tunixs_trainer(name: str, tmp_path: Path) -> None:
             model = change(model)
         before = fbq_jax.nnx.fallback_stats(model)
         losses = fit(model, tmp_path / order)
-        np.testing.assert_allclose(losses, expected, rtol=0.05)
+        np.testing.assert_allclose(losses, expected, rtol=0.02)
         after = fbq_jax.nnx.fallback_stats(model)
         steps = 0 if freeze_base in changes else len(losses)
         assert len(after) == 15
