@@ -10,7 +10,7 @@ from fbq_jax.choice.choosing import BUDGET, CANDIDATES, Rules, choose_for
 from fbq_jax.choice.report import ChoiceReport
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx import rules as nnx_rules
-from fbq_jax.nnx.dot import dot_name
+from fbq_jax.nnx.naming import module_path
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -58,10 +58,6 @@ def choose_recipes(
 
         return step
 
-    def of_rules(path: str) -> str:
-        """The path that rules match: for a product in a module's code, the module's."""
-        return path.rpartition("/")[0] if path.endswith(dot_name("")) else path
-
-    options = candidates, budget, layers, of_rules
+    options = candidates, budget, layers, module_path
     report = choose_for(make_step, (model, *args), *options)
     return report.rules, report

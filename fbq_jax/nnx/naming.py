@@ -7,7 +7,7 @@ from flax import nnx
 
 from fbq_jax.core.threshold import ROOT, layer_path
 from fbq_jax.model_kind import check_nnx
-from fbq_jax.nnx.dot import LAYER_OPS, FallbackDot, LayerPath
+from fbq_jax.nnx.dot import LAYER_OPS, FallbackDot, LayerPath, dot_name
 
 
 def name_layers(model: nnx.Module) -> None:
@@ -42,6 +42,12 @@ def name_layers(model: nnx.Module) -> None:
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """The modules of a model, by their paths."""
     return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
+
+
+def module_path(op: str) -> str:
+    """The path of the module that multiplies by an op, by the op's path."""
+    is_own = op.endswith(dot_name("")) or op == ROOT  # of its code, not of its layer
+    return op.rpartition("/")[0] if is_own else op
 
 
 def dots_by_path(model: nnx.Module) -> dict[str, FallbackDot]:

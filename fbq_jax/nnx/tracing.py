@@ -40,7 +40,7 @@ from fbq_jax.nnx.dot import (
     dot_name,
     is_activations_dot,
 )
-from fbq_jax.nnx.naming import dots_by_path, modules_of
+from fbq_jax.nnx.naming import dots_by_path, module_path, modules_of
 from fbq_jax.recipes.rules_report import QuantizedParameter, is_adapter
 
 # The attribute of an op with the codes that it is making.
@@ -155,11 +155,8 @@ def matrices_of(model: nnx.Module) -> dict[str, tuple[int, ...]]:
 
 def stacks_of(model: nnx.Module) -> dict[str, tuple[int, ...]]:
     """The axes of the stacks that quantized layers are in, by the layers' paths."""
-    stacks = {}
-    for path, dot in dots_by_path(model).items():
-        is_own = path.endswith(dot_name("")) or path == ROOT
-        stacks[path.rpartition("/")[0] if is_own else path] = dot.theta.shape
-    return stacks
+    dots = dots_by_path(model).items()
+    return {module_path(path): dot.theta.shape for path, dot in dots}
 
 
 def stack_around(stacks: Mapping[str, tuple[int, ...]], module: str) -> tuple[int, ...]:

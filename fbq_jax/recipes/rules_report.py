@@ -123,14 +123,6 @@ class RulesReport:
     float_parameters: tuple[FloatParameter, ...] = ()
     activation_products: tuple[ActivationProduct, ...] = ()
 
-    def of_own_code(self) -> "RulesReport":
-        """This report, for a model whose products outside of layers were found, too."""
-        floats = tuple(
-            p._replace(reason=NOT_REACHED) if p.reason == WITHOUT_OP else p
-            for p in self.float_parameters
-        )
-        return dataclasses.replace(self, float_parameters=floats)
-
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("parameter", "shape", "rule", "recipe")]
         rows += [
@@ -235,6 +227,15 @@ def _tied(
         if len(paths) == 1:
             tied[paths[0]] = layer
     return tied
+
+
+def of_own_code(report: RulesReport) -> RulesReport:
+    """The report of a model whose products outside of layers were found, too."""
+    floats = tuple(
+        p._replace(reason=NOT_REACHED) if p.reason == WITHOUT_OP else p
+        for p in report.float_parameters
+    )
+    return dataclasses.replace(report, float_parameters=floats)
 
 
 def is_adapter(parameter: str) -> bool:

@@ -16,7 +16,7 @@ from fbq_jax.linen.rules import RulesDot
 from fbq_jax.linen.state import Parameter, calling_module, can_keep_state
 from fbq_jax.linen.tracing import parameter_leaves
 from fbq_jax.linen.whole_models import inject_ops, quantize_with
-from fbq_jax.recipes.rules_report import RulesReport, is_adapter
+from fbq_jax.recipes.rules_report import RulesReport, is_adapter, of_own_code
 from fbq_jax.recipes.schema import Recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -59,7 +59,7 @@ def quantize(
     w          16 x 8  .*    block
     """
     model, report = quantize_with(_run, model, rules, rngs, args, kwargs)
-    return model, report.of_own_code()
+    return model, of_own_code(report)
 
 
 def _run(dot: RulesDot, call: Callable[[], Any]) -> Any:

@@ -33,7 +33,7 @@ from fbq_jax.nnx.tracing import (
     stacks_of,
 )
 from fbq_jax.recipes import path_rules
-from fbq_jax.recipes.rules_report import RulesReport
+from fbq_jax.recipes.rules_report import RulesReport, of_own_code
 from fbq_jax.recipes.schema import Recipe
 
 M = TypeVar("M", bound=nnx.Module)
@@ -120,7 +120,7 @@ def quantize_nnx(
     name_layers(model)
     activations = recorded.products_by(pairs).values()
     report = report_on(model, pairs, found, products, activations, ())
-    return model, report.of_own_code()
+    return model, of_own_code(report)
 
 
 def _drop_ops(module: nnx.Module) -> None:
