@@ -55,19 +55,19 @@ SECTIONS = load(BENCH / "nvidia-h200.json")
 H100 = load(BENCH / "nvidia-h100-80gb-hbm3.json")
 ERRORS = json.loads(errors.RESULTS.read_text())
 MODELS = json.loads((ROOT / "tests/fbq_jax/contrib/public_models.json").read_text())
-# The rows of the tables of speedups: the title, and the section and shape that measure
-# it.
-SPEEDS = (
-    ("training step of `nn.Dense`, 4096 to 4096 channels", "step", (8192, 4096, 4096)),
-    ("training step of `nn.Dense`, 2048 to 2048", "step", (8192, 2048, 2048)),
-    ("training step of `nn.Dense`, 4096 to 14336", "step", (8192, 4096, 14336)),
-    ("Llama block of 8192 channels", "block", (8192, 28672, 16384)),
-    ("Llama block of 4096 channels", "block", (4096, 14336, 16384)),
-    ("Llama block of 2048 channels", "block", (2048, 5632, 16384)),
-    ("optimizer step of a Llama, 4 layers of 4096", "train", (4096, 14336, 4, 8)),
-    ("optimizer step of a Llama, 22 layers of 2048", "train", (2048, 5632, 22, 4)),
-    ("four microbatches, 22 layers of 2048", "accumulation", (2048, 5632, 22, 4, 4)),
-)
+BLOCK = (4096, 14336, 16384)
+# The section and shape of each row of the tables of speedups, by its title.
+SPEEDS = {
+    "training step of `nn.Dense`, 4096 to 4096 channels": ("step", (8192, 4096, 4096)),
+    "training step of `nn.Dense`, 2048 to 2048": ("step", (8192, 2048, 2048)),
+    "training step of `nn.Dense`, 4096 to 14336": ("step", (8192, 4096, 14336)),
+    "Llama block of 8192 channels": ("block", (8192, 28672, 16384)),
+    "Llama block of 4096 channels": ("block", BLOCK),
+    "Llama block of 2048 channels": ("block", (2048, 5632, 16384)),
+    "optimizer step of a Llama, 4 layers of 4096": ("train", (4096, 14336, 4, 8)),
+    "optimizer step of a Llama, 22 layers of 2048": ("train", (2048, 5632, 22, 4)),
+    "four microbatches, 22 layers of 2048": ("accumulation", (2048, 5632, 22, 4, 4)),
+}
 PROGRAMS = ("fallback", "row_block_lhs", "fp8_row_block_lhs", "block")
 # The recipes that `choose_recipes` compares: where to take them, and what a training
 # step carries for each layer.
@@ -84,7 +84,6 @@ BOTH_KINDS = {
     for name, title in (("bf16", "bf16"), ("fallback", "`fallback`"))
     for kind in ("", UNROLLED)
 }
-BLOCK = (4096, 14336, 16384)
 # Speed and memory of the runs with several seeds, all by one version.
 PRETRAINING = {
     row["what"]: row for row in result_files.one(EXPERIMENTS / "seeds", "speed")["rows"]
@@ -101,9 +100,13 @@ def rows(
 
 def speed() -> str:
     """Speedups over bf16 of layers, a block and steps, mostly on an H200."""
-    shown = [*SPEEDS[:3], SPEEDS[4], *SPEEDS[6:8]]
-    title, section, shape = shown[-1]
-    on_h100 = [(f"{title}, on an H100", section, shape)]
+    shown = {
+        title: (section, shape)
+        for title, (section, shape) in SPEEDS.items()
+        if section in ("step", "train") or shape == BLOCK
+    }
+    title = "optimizer step of a Llama, 22 layers of 2048"
+    on_h100 = {f"{title}, on an H100": SPEEDS[title]}
     return _speeds([*_cells(shown, SECTIONS), *_cells(on_h100, H100)])
 
 
@@ -117,10 +120,10 @@ def _speeds(cells: Iterable[list[str]]) -> str:
 
 
 def _cells(
-    steps: Iterable[tuple[str, str, tuple[int, ...]]], *files: Mapping[str, Any]
+    steps: Mapping[str, tuple[str, tuple[int, ...]]], *files: Mapping[str, Any]
 ) -> Iterator[list[str]]:
     """Speedups by program; several files share a cell."""
-    for title, section, shape in steps:
+    for title, (section, shape) in steps.items():
         measured = [rows(section, shape, sections) for sections in files]
         for kind in ("", UNROLLED):
             of_programs = [
