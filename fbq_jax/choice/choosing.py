@@ -46,7 +46,6 @@ def choose_for(
     candidates: Sequence[str],
     budget: float,
     layers: str,
-    path_in_rules: Callable[[str], str] = str,
 ) -> ChoiceReport:
     """Chooses recipes for the layers of a model, as ``fbq_jax.choose_recipes`` says.
 
@@ -57,7 +56,6 @@ def choose_for(
       candidates: as in ``fbq_jax.choose_recipes``.
       budget: as there.
       layers: as there.
-      path_in_rules: takes the path of an op, and returns the path that rules match.
     """
     _check(candidates, budget)
     leaves = jax.tree.leaves(arguments)
@@ -69,9 +67,7 @@ def choose_for(
     recorder, step = Recorder(_ROWS), make_step({layers: NAMED["rowwise"]})
 
     def look(*arguments: Any) -> ChoiceReport:
-        products: dict[str, list[Product]] = {}
-        for path, found in recorder.record(lambda: step(*arguments)).items():
-            products.setdefault(path_in_rules(path), []).extend(found)
+        products = recorder.record(lambda: step(*arguments))
         return choose_from(products, candidates=candidates, budget=budget)
 
     report = dataclasses.replace(look(*arguments), look=look)

@@ -10,7 +10,6 @@ from fbq_jax.choice.choosing import BUDGET, CANDIDATES, Rules, choose_for
 from fbq_jax.choice.report import ChoiceReport
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx import rules as nnx_rules
-from fbq_jax.nnx.naming import module_path
 from fbq_jax.recipes.schema import Recipe
 
 
@@ -58,6 +57,5 @@ def choose_recipes(
 
         return step
 
-    options = candidates, budget, layers, module_path
-    report = choose_for(make_step, (model, *args), *options)
+    report = choose_for(make_step, (model, *args), candidates, budget, layers)
     return report.rules, report

@@ -15,7 +15,8 @@ def name_layers(model: nnx.Module) -> None:
 
     ``quantize`` calls this.  If you give layers their ops by hand, call it once on
     the new model, and again if you move layers.  The warnings of a layer that has no
-    name say so, and give the shape of its kernel.
+    name say so, and give the shape of its kernel.  An op that a module's own code
+    multiplies with has the path of the module.
 
     A name is static, in no state and no checkpoint.  Layers that differ in their names
     only are equal to JAX: a compiled function that serves several of them (``nnx.jit``
@@ -34,9 +35,8 @@ def name_layers(model: nnx.Module) -> None:
     """
     check_nnx("name_layers", model, in_linen=False)
     for path, dot in dots_by_path(model).items():
-        is_root = path == ROOT
-        name = type(model).__name__ if is_root else path
-        dot.path = LayerPath("" if is_root else path, name)
+        module = module_path(path)
+        dot.path = LayerPath(module, module or type(model).__name__)
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:

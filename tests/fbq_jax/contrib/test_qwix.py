@@ -700,5 +700,6 @@ def test_recipes_are_chosen_for_products_in_an_nnx_models_own_code():
     options |= {"loss": mean_square, "layers": "blocks/.*|dense"}
     rules, _ = fbq_jax.nnx.choose_recipes(model, TOKENS, **options)
     assert list(rules) == ["blocks/0", "blocks/1", "dense"]
-    used = qwix.quantize_nnx(model, rules, TOKENS, quantize_rngs=nnx.Rngs(1))[1]
+    made, used = qwix.quantize_nnx(model, rules, TOKENS, quantize_rngs=nnx.Rngs(1))
+    assert made.blocks[0].w_dot_general.path.name == "blocks/0"  # in warnings, too
     assert {p.layer: p.rule for p in used.products} == {path: path for path in rules}
