@@ -194,7 +194,7 @@ def predictions(results: Path) -> str:
         report, predicted = row["report"], row["predicted_ms"]
         measured, of_float = report["chosen_ms"], report["float_ms"]
         chosen = {
-            layer[0].rpartition("layers/")[2]: layer[6] for layer in report["layers"]
+            layer[0].rpartition("layers/")[2]: layer[-3] for layer in report["layers"]
         }
         names = ", ".join(f"{path}: {name or 'float'}" for path, name in chosen.items())
         cells = [row["model"], names, f"{of_float:.2f}"]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,15 +101,18 @@ def choose_from(
         compare = functools.partial(_errors, recipes=recipes)
         compared = list(pool.map(compare, products.values()))
     if jax.default_backend() == "gpu":
-        _compile({_timed(found[0]) for found in products.values()}, candidates)
+        timed = map(_timed, itertools.chain.from_iterable(products.values()))
+        _compile(set(timed), candidates)
     for (layer, found), each in zip(products.items(), compared, strict=True):
-        ms = layer_ms(*_timed(found[0]), tuple(candidates))
+        times = [layer_ms(*_timed(product), tuple(candidates)) for product in found]
+        ms = {name: statistics.fmean(t[name] for t in times) for name in times[0]}
         measured = []
         for name, of_each in zip(candidates, zip(*each, strict=True), strict=True):
             y, dx, dw = (float(x) for x in np.max(np.asarray(of_each), axis=0))
             measured.append(Candidate(name, y, dx, dw, ms.get(name)))
         largest, share = max(tuple(map(float, outliers(x.x))) for x in found)
-        what = layer, found[0].sizes, len(found), largest, share, tuple(measured)
+        sizes = tuple(sorted(product.sizes for product in found))
+        what = layer, sizes, largest, share, tuple(measured)
         chosen = _choose(measured, budget, ms.get("float"))
         layers.append(LayerReceipt(*what, *chosen, ms.get("float")))
     return ChoiceReport(tuple(layers), budget, jax.devices()[0].device_kind)

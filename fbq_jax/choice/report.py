@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,8 @@ class Candidate(NamedTuple):
       y: the error of Y, as in ``products.errors``; the largest one of a stack.
       dx: the error of dX.
       dw: the error of dW.
-      ms: milliseconds of the three products on this device; None if not measured.
+      ms: milliseconds of Y, dX and dW on this device, the mean of a layer's products;
+        None if not measured.
     """
 
     recipe: str
@@ -46,19 +48,18 @@ class LayerReceipt(NamedTuple):
 
     Attributes:
       layer: its path.
-      sizes: M, K and N of its product; M is the number of tokens.
-      stack: its products in a step, more than one in a stack.
+      sizes: M, K and N of its products in a step; M is the number of tokens.  There
+        are several in a stack, and in a module that multiplies by several parameters.
       largest: the largest magnitude of X over its root mean square.
       outliers: the share of outlier blocks in X, as in ``products.outliers``.
       candidates: from fast to slow.
       chosen: the name of a candidate; None leaves the layer in float.
       reason: why.
-      float_ms: milliseconds of its products in float; None if not measured.
+      float_ms: as ``Candidate.ms``, in float.
     """
 
     layer: str
-    sizes: Sizes
-    stack: int
+    sizes: tuple[Sizes, ...]
     largest: float
     outliers: float
     candidates: tuple[Candidate, ...]
@@ -105,7 +106,7 @@ class ChoiceReport:
         for layer in self.layers:
             chosen = layer.candidate(layer.chosen)
             if ms is not None and chosen and chosen.ms and layer.float_ms:
-                ms -= layer.stack * (layer.float_ms - chosen.ms)
+                ms -= len(layer.sizes) * (layer.float_ms - chosen.ms)
         return ms
 
     def __str__(self) -> str:
@@ -114,7 +115,7 @@ class ChoiceReport:
         rows = [head, *map(_row, self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        saved = sum(math.prod(x.sizes[:2]) * x.stack for x in self.layers if x.chosen)
+        saved = sum(M * K for x in self.layers if x.chosen for M, K, _ in x.sizes)
         lines.append(
             f"errors of Y, or a tenth of those of dX and dW, at most {self.budget:g}; "
             f"on {self.device}; layers save {saved / 2**20:,.1f} MiB less of inputs"
@@ -205,13 +206,16 @@ def _row(layer: LayerReceipt) -> list[str]:
     if layer.float_ms is not None:
         for n, candidate in enumerate(layer.candidates):
             cells[n] += f", {layer.float_ms / (candidate.ms or math.nan):.2f}x"
-    sizes = f"{layer.stack} x " * (layer.stack > 1) + ", ".join(map(str, layer.sizes))
+    sizes = "; ".join(
+        f"{count} x " * (count > 1) + ", ".join(map(str, each))
+        for each, count in Counter(layer.sizes).items()
+    )
     found = f"{layer.largest:.0f} rms", f"{layer.outliers:.1%}"
     name = layer.layer or "(root)"
     return [name, sizes, *found, *cells, layer.chosen or "float", layer.reason]
 
 
 def _read_layer(row: Any) -> LayerReceipt:
-    layer, sizes, stack, largest, share, candidates, *rest = row
+    layer, sizes, largest, share, candidates, *rest = row
     read = tuple(Candidate(*candidate) for candidate in candidates)
-    return LayerReceipt(layer, tuple(sizes), stack, largest, share, read, *rest)
+    return LayerReceipt(layer, tuple(map(tuple, sizes)), largest, share, read, *rest)

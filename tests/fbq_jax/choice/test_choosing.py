@@ -133,7 +133,8 @@ def test_layers_of_a_stack_share_a_recipe():
         Stack(), variables, x, loss=mean_square, candidates=["block"]
     )
     (layer,) = report.layers
-    assert layer[:3] == ("layers/dense", (TOKENS, WIDTH, WIDTH), 3)
+    assert layer[:2] == ("layers/dense", ((TOKENS, WIDTH, WIDTH),) * 3)
+    assert f"3 x {TOKENS}, {WIDTH}, {WIDTH}" in str(report)
 
 
 def test_nnx():
@@ -151,8 +152,8 @@ def test_nnx():
     )
     assert rules == {"up": recipes.block, "down": recipes.block}
     assert [layer.sizes for layer in report.layers] == [
-        (TOKENS, 2 * WIDTH, WIDTH),
-        (TOKENS, WIDTH, 2 * WIDTH),
+        ((TOKENS, 2 * WIDTH, WIDTH),),
+        ((TOKENS, WIDTH, 2 * WIDTH),),
     ]
 
 
@@ -201,6 +202,29 @@ def test_slow_layers_stay_in_float(planted, monkeypatch):
     assert "no candidate is inside" in report.layers[0].reason
 
 
+def test_a_module_with_several_parameters_is_measured_by_all_of_them(monkeypatch):
+    """In any order, as the products of a step are recorded."""
+    up, down = (TOKENS, WIDTH, 2 * WIDTH), (TOKENS, 2 * WIDTH, WIDTH)
+    ms = {up: {"float": 3.0, "block": 1.0}, down: {"float": 2.0, "block": 4.0}}
+    monkeypatch.setattr(choosing, "layer_ms", lambda sizes, *_: ms[sizes])
+
+    def product(sizes):
+        M, K, N = sizes
+        return Product(*map(jnp.ones, ((1, M, K), (1, K, N), (1, M, N))), sizes)
+
+    for order in (up, up, down), (down, up, up):
+        (layer,) = choose_from(
+            {"mlp": list(map(product, order))}, candidates=["block"]
+        ).layers
+        assert layer.sizes == (up, up, down)
+        assert (3 * layer.float_ms, 3 * layer.candidates[0].ms) == (8.0, 6.0)
+    report = ChoiceReport((layer,), 0.03, "a device", float_ms=10.0)
+    assert report.predicted_ms == 10.0 - (8.0 - 6.0)
+    assert f"2 x {TOKENS}, 128, 256; {TOKENS}, 256, 128" in str(report)
+    saved = (2 * WIDTH + 2 * WIDTH) * TOKENS / 2**20
+    assert f"{saved:.1f} MiB" in str(report)
+
+
 def test_a_layer_that_leaves_its_budget_is_named(planted, chosen):
     _, variables, x = planted
     changed = jax.tree.map(jnp.copy, variables)
@@ -230,7 +254,7 @@ def test_recorded_products():
     product = Product(x[None], w[None], dy[None], (TOKENS, WIDTH, 2 * WIDTH))
     report = choose_from({"head": [product, product]}, candidates=["block", "rowwise"])
     (layer,) = report.layers
-    assert layer[:3] == ("head", (TOKENS, WIDTH, 2 * WIDTH), 2)
+    assert layer[:2] == ("head", ((TOKENS, WIDTH, 2 * WIDTH),) * 2)
     # Codes of 127 steps to a block's maximum, about 4 sigma: each operand has an error
     # of 4 / 127 / sqrt(12).
     assert layer.candidates[0].y == pytest.approx(2**0.5 * 4 / 127 / 12**0.5, rel=0.1)
