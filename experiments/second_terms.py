@@ -22,7 +22,6 @@ from experiments import result_files
 
 _K = 128  # values along the contraction that share a scale
 OUTLIERS = 0, 58, 606, 6559  # the largest magnitude over the root mean square
-_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Operand:
     """How an operand is rounded.
 
     Attributes:
-        codes: "int8" or "float8_e4m3fn".
+        bits: Of the integer codes; None for FP8, E4M3.
         rows: The tokens, or the output channels, that share a scale with 128 values
             along the contraction.
         rate: The share of blocks that get a second term, which is the rounded residual
@@ -40,9 +39,9 @@ class Operand:
         by_row: Whether each row has a scale of its own besides.
     """
 
-    codes: str
+    bits: int | jax.Array | None
     rows: int
-    rate: float = 0.0
+    rate: float | jax.Array = 0.0
     metric: str = "error"
     by_row: bool = False
 
@@ -53,8 +52,8 @@ Scheme = tuple[Operand | None, Operand | None]
 def schemes() -> dict[str, Scheme]:
     """The schemes for X and W by name; None is not rounded."""
     found: dict[str, Scheme] = {}
-    for codes, name in (("int8", "INT8"), ("float8_e4m3fn", "FP8")):
-        block, row = Operand(codes, 128), Operand(codes, 1)
+    for bits, name in ((8, "INT8"), (None, "FP8")):
+        block, row = Operand(bits, 128), Operand(bits, 1)
         with_term = functools.partial(dataclasses.replace, rate=0.2)
         found |= {
             f"{name}: blocks": (block, block),
@@ -66,8 +65,8 @@ def schemes() -> dict[str, Scheme]:
         }
         for side in (8, 32, 64):
             of_w = f"blocks of {side}x{_K} of W"
-            found[f"{name}: row blocks of X, {of_w}"] = row, Operand(codes, side)
-        rows = Operand(codes, 128, by_row=True)
+            found[f"{name}: row blocks of X, {of_w}"] = row, Operand(bits, side)
+        rows = Operand(bits, 128, by_row=True)
         found[f"{name}: row blocks of X, blocks and rows of W"] = row, rows
         for rate in (0.1, 0.2, 0.3):
             term = f"second term for {rate:.0%}"
@@ -100,28 +99,28 @@ def rounded(x: jax.Array, how: Operand | None) -> jax.Array:
         x, [(0, -size % side) for size, side in zip(x.shape, sides, strict=True)]
     )
     blocks = x.reshape(-1, how.rows, x.shape[1] // _K, _K).swapaxes(1, 2)
-    values = _round(blocks, how.codes)
-    if how.rate:
-        error, squares = jnp.square(blocks - values), jnp.square(blocks)
-        metric = {
-            "absmax": jnp.abs(blocks).max(axis=(2, 3)),
-            "error": error.sum(axis=(2, 3)),
-            "relative": error.sum(axis=(2, 3)) / (squares.sum(axis=(2, 3)) + 1e-30),
-        }[how.metric]
-        falls_back = metric > jnp.quantile(metric, 1 - how.rate)
-        residual = _round(blocks - values, how.codes)
-        values += jnp.where(falls_back[:, :, None, None], residual, 0.0)
+    values = _round(blocks, how.bits)
+    error, squares = jnp.square(blocks - values), jnp.square(blocks)
+    metric = {
+        "absmax": jnp.abs(blocks).max(axis=(2, 3)),
+        "error": error.sum(axis=(2, 3)),
+        "relative": error.sum(axis=(2, 3)) / (squares.sum(axis=(2, 3)) + 1e-30),
+    }[how.metric]
+    falls_back = metric > jnp.quantile(metric, 1 - how.rate)
+    residual = _round(blocks - values, how.bits)
+    values += jnp.where(falls_back[:, :, None, None], residual, 0.0)
     return values.swapaxes(1, 2).reshape(x.shape)[:rows, :columns]
 
 
-def _round(blocks: jax.Array, codes: str) -> jax.Array:
-    largest = jnp.abs(blocks).max(axis=(2, 3), keepdims=True)
-    scale = jnp.where(largest == 0, 1.0, largest / _LARGEST[codes])
+def _round(blocks: jax.Array, bits: int | jax.Array | None) -> jax.Array:
+    amax = jnp.abs(blocks).max(axis=(2, 3), keepdims=True)
+    largest = 448.0 if bits is None else jnp.ldexp(1.0, bits - 1) - 1
+    scale = jnp.where(amax == 0, 1.0, amax / largest)
     y = blocks / scale
-    if codes == "int8":
+    if bits is not None:
         return jnp.round(y) * scale
     # XLA would drop a cast to fewer bits and back.
-    return lax.optimization_barrier(y.astype(codes)).astype(jnp.float32) * scale
+    return lax.optimization_barrier(y.astype("float8_e4m3fn")).astype(y.dtype) * scale
 
 
 def multiply(scheme: Scheme, x: jax.Array, w: jax.Array) -> jax.Array:

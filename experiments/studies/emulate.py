@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-BLOCK = 128
+from experiments import second_terms
+from experiments.second_terms import Operand
+
 FLOAT = 32  # from this number of bits on, values are not quantized
 
 
@@ -22,29 +24,16 @@ class Bits(NamedTuple):
     rate: jax.Array | float = 0.0
 
 
-def quantize(x: jax.Array, bits: jax.Array | int) -> jax.Array:
-    """Returns the quantized values of a float32 matrix [R, C], one scale per block."""
-    tiles = _tiles(x)
-    largest = jnp.ldexp(jnp.float32(1.0), jnp.asarray(bits) - 1) - 1
-    amax = jnp.max(jnp.abs(tiles), axis=(1, 3), keepdims=True)
-    scale = jnp.where(amax > 0, amax, 1.0) / largest
-    values = jnp.round(tiles / scale) * scale
-    return jnp.where(bits >= FLOAT, x, _matrix(values, x.shape))
-
-
-def fall_back(
-    x: jax.Array, bits: jax.Array | int, rate: jax.Array | float
+def quantize(
+    x: jax.Array, bits: jax.Array | int, rate: jax.Array | float = 0.0
 ) -> jax.Array:
-    """Returns quantized values of a float32 matrix, with a second term in some blocks.
+    """Returns the quantized values of a float32 matrix, one scale per block.
 
-    The rate is the fraction of these blocks, which have the largest absmax.
+    The rate is the fraction of blocks with a second term, which have the largest
+    absmax.
     """
-    main = quantize(x, bits)
-    amax = jnp.max(jnp.abs(_tiles(x)), axis=(1, 3), keepdims=True)
-    rank = jnp.argsort(jnp.argsort(-amax.reshape(-1))).reshape(amax.shape)
-    falls_back = rank < jnp.round(rate * amax.size).astype(jnp.int32)
-    residual = _tiles(quantize(x - main, bits))
-    return main + _matrix(jnp.where(falls_back, residual, 0.0), x.shape)
+    values = second_terms.rounded(x, Operand(bits, 128, rate, "absmax"))
+    return jnp.where(bits >= FLOAT, x, values)
 
 
 def dot_general(how: Bits) -> Any:
@@ -65,7 +54,7 @@ def _matmul(x: jax.Array, w: jax.Array, how: Bits) -> jax.Array:
 
 def _matmul_fwd(x: jax.Array, w: jax.Array, how: Bits) -> tuple[jax.Array, Any]:
     w = quantize(w, how.w)
-    return fall_back(x, how.x, how.rate) @ w, (x, w, how)
+    return quantize(x, how.x, how.rate) @ w, (x, w, how)
 
 
 def _matmul_bwd(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -75,14 +64,3 @@ def _matmul_bwd(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-def _tiles(x: jax.Array) -> jax.Array:
-    rows, columns = x.shape
-    x = jnp.pad(x, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
-    return x.reshape(len(x) // BLOCK, BLOCK, -1, BLOCK)
-
-
-def _matrix(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    i, r, j, c = tiles.shape
-    return tiles.reshape(i * r, j * c)[: shape[0], : shape[1]]

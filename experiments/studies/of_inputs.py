@@ -45,7 +45,7 @@ def error(subject: Subject) -> dict[str, dict[str, list[float]]]:
 @jax.jit
 def _error(x: jax.Array, bits: int, rate: float) -> jax.Array:
     """The mean error of the tokens of ``x`` [L, M, K]."""
-    values = jax.vmap(lambda x: emulate.fall_back(x, bits, rate))(x)
+    values = jax.vmap(lambda x: emulate.quantize(x, bits, rate))(x)
     error, norm = jnp.linalg.norm(values - x, axis=2), jnp.linalg.norm(x, axis=2)
     return jnp.mean(error / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
 

@@ -69,7 +69,7 @@ def test_planted_outliers_change_nothing():
 
 
 def test_outliers_are_planted_for_some_commands(run, monkeypatch, capsys):
-    few = {"W": (None, checkpoint.second_terms.Operand("int8", 128))}
+    few = {"W": (None, checkpoint.second_terms.Operand(8, 128))}
     monkeypatch.setattr(checkpoint.second_terms, "schemes", lambda: few)
     before, after = (
         run("schemes", "--sequences=4", *options)
