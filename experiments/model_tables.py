@@ -58,8 +58,7 @@ def added_losses(results: Path) -> str:
             of = losses.get("auto" if name == "chosen" else name, {})
             cell = f"{row['added']:+.4f} ± {row['standard_error']:.4f}"
             rows.append([name, cell, _of_seeds({**losses, name: of}, name)])
-    seeds = ", ".join(map(str, losses.get("bf16", {})))
-    return table(("recipe", "not trained", f"trained, seeds {seeds}"), rows)
+    return table(("recipe", "not trained", "trained, by seed"), rows)
 
 
 def schemes(results: Path, shown: Sequence[str] = _SCHEMES) -> str:
@@ -215,7 +214,8 @@ def pretraining(results: Path) -> str:
         size, recipe = row["size"], row["recipe"]
         of_size = losses.setdefault(size, defaultdict(dict))
         of_size[recipe][row["seed"]] = last_val_loss(row)
-        speeds[size, recipe].append(row["tokens_per_s"])
+        if "tokens_per_s" in row:  # runs that shared a GPU have none
+            speeds[size, recipe].append(row["tokens_per_s"])
     rows = []
     for (size, recipe), of in speeds.items():
         speed, over = np.mean(of), np.mean(of) / np.mean(speeds[size, "bf16"])

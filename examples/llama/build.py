@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.llama import checkpoint, hf
-from examples.llama.config import SAVED_BITS, Config
+from examples.llama.config import AUTO, SAVED_BITS, Config
 from examples.llama.data import Corpus, load_corpus, token_ids_folder
 from examples.llama.errors import UserError
 from examples.llama.model import Llama
@@ -51,7 +51,7 @@ def with_recipe(config: Config, sizes: LlamaConfig) -> Llama:
     """Builds a model with the recipe of a run, and what its layers save."""
     dot_general = config.dot_general(experts=sizes.num_experts is not None)
     saved_bits = config.saved_bits
-    if saved_bits is None and dot_general is not None:
+    if saved_bits is None and (dot_general is not None or config.recipe == AUTO):
         saved_bits = SAVED_BITS
     sizes = dataclasses.replace(
         sizes,

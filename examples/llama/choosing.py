@@ -13,7 +13,7 @@ from examples.llama import mesh
 from examples.llama.config import Config
 from examples.llama.errors import UserError, writing
 from examples.llama.model import Llama
-from fbq_jax import choose_recipes
+from fbq_jax import RulesDot, choose_recipes
 from fbq_jax.choice import ChoiceReport
 
 RECIPES_FILE = "recipes.json"
@@ -28,13 +28,21 @@ class _Loss(Llama):
 
 
 def choose(model: Llama, params: Any, tokens: jax.Array) -> ChoiceReport:
-    """Chooses recipes by the gradient of a float model on tokens [B, S+1]."""
+    """Chooses recipes by the gradient of a float model on tokens [B, S+1].
+
+    With recipes, it is measured as a run trains: layers fuse, and save ``saved_bits``.
+    """
     if mesh.size() > 1:
         raise UserError(
             "auto takes one device: there it prints rules, which --recipe takes, too"
         )
     loss = _Loss(dataclasses.replace(model.config, saved_bits=None), None)
+
+    def quantize(_: _Loss, rules: Any, *__: Any) -> tuple[_Loss, None]:
+        return _Loss(model.config, RulesDot(rules)), None
+
     options: Any = {"loss": lambda loss: loss, "layers": "layers.*"}
+    options["quantize"] = quantize
     return choose_recipes(loss, {"params": params}, tokens, **options)[1]
 
 

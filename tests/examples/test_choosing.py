@@ -43,15 +43,32 @@ def test_one_rule_for_all_layers_is_the_recipe():
     jax.tree.map(np.testing.assert_array_equal, outputs(rules), outputs(recipe))
 
 
-def test_layers_of_a_gated_mlp_run_fused_by_two_recipes():
-    running = set()
+@pytest.fixture
+def running():
+    """The types of the modules that run in a test."""
+    found = set()
 
     def intercept(method, args, kwargs, context):
-        running.add(type(context.module))
+        found.add(type(context.module))
         return method(*args, **kwargs)
 
     with nn.intercept_methods(intercept):
-        outputs(read_recipe(".*/down=row_block_lhs,.*=block"))
+        yield found
+
+
+def test_layers_of_a_gated_mlp_run_fused_by_two_recipes(running):
+    outputs(read_recipe(".*/down=row_block_lhs,.*=block"))
+    assert {GatedMLP, NormDense} <= running
+
+
+def test_recipes_are_timed_in_the_fused_layers_that_train(running, monkeypatch):
+    def chosen(model, *_, quantize, **__):
+        return None, quantize(model, {"layers.*": recipes.block})[0]
+
+    monkeypatch.setattr(choosing, "choose_recipes", chosen)
+    model = build.with_recipe(Config(recipe="auto"), small_config())
+    timed = choosing.choose(model, {}, TOKENS)
+    jax.eval_shape(timed.init, jax.random.key(0), TOKENS)
     assert {GatedMLP, NormDense} <= running
 
 
