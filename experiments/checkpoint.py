@@ -58,7 +58,7 @@ TUNING: dict[str, Any] = {"seq": 512, "batch": 8, "steps": 200, "lr": 2e-5} | {
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class Checkpoint:
     """A model, and text in pairs of sequences.
 
     Attributes:
@@ -100,10 +100,10 @@ def state_of(model: Llama, tokens: Any) -> dict[str, Any]:
     return init()
 
 
-def load(model: Path, pairs: np.ndarray) -> Subject:
+def load(model: Path, pairs: np.ndarray) -> Checkpoint:
     """Loads a model."""
     config, params = hf.load(model)
-    return Subject(model, config, jax.device_put(params), pairs)
+    return Checkpoint(model, config, jax.device_put(params), pairs)
 
 
 def read_pairs(model: Path, text: Path, sequences: int) -> np.ndarray:
@@ -115,23 +115,23 @@ def read_pairs(model: Path, text: Path, sequences: int) -> np.ndarray:
     return chosen.astype(np.int32).reshape(-1, _PAIR, _TOKENS)
 
 
-def plant(subject: Subject, size: float) -> Subject:
+def plant(checkpoint: Checkpoint, size: float) -> Checkpoint:
     """The same function, with outliers in the input of each layer's `down`.
 
     They reach about ``size`` times the input's root mean square without them, in the
     first pair of sequences.
     """
-    config = dataclasses.replace(subject.config, dtype=jnp.float32)
-    x = operands(config, subject.params, jnp.asarray(subject.pairs[0]))["down"].x
+    config = dataclasses.replace(checkpoint.config, dtype=jnp.float32)
+    x = operands(config, checkpoint.params, jnp.asarray(checkpoint.pairs[0]))["down"].x
     largest = size * jnp.sqrt(jnp.square(x).mean(axis=(1, 2)))[:, None]
-    planted = models.plant(subject.params, x, largest)
-    return dataclasses.replace(subject, params=planted.params)
+    planted = models.plant(checkpoint.params, x, largest)
+    return dataclasses.replace(checkpoint, params=planted.params)
 
 
-def outliers(subject: Subject) -> Iterator[dict[str, Any]]:
+def outliers(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
     """What stands out in the input of each projection, in one pair of sequences."""
-    config = dataclasses.replace(subject.config, dtype=jnp.float32)
-    found = operands(config, subject.params, jnp.asarray(subject.pairs[0]))
+    config = dataclasses.replace(checkpoint.config, dtype=jnp.float32)
+    found = operands(config, checkpoint.params, jnp.asarray(checkpoint.pairs[0]))
     for name, of in found.items():
         for layer, x in enumerate(of.x):
             largest, share = map(float, stand_out(x[None]))
@@ -149,34 +149,34 @@ def compared(found: Losses) -> Iterator[dict[str, Any]]:
         yield {"what": what, **more, **figures, "losses": losses}
 
 
-def losses(subject: Subject) -> Losses:
+def losses(checkpoint: Checkpoint) -> Losses:
     """The losses of a model that is quantized without training, by recipe."""
-    yield "bf16", {}, subject.losses(None)
+    yield "bf16", {}, checkpoint.losses(None)
     for name, recipe in recipes.NAMED.items():
-        yield name, {}, subject.losses(FallbackDot(recipe))
-    tokens = jnp.asarray(subject.pairs[0])
-    report = choosing.choose(Llama(subject.config), subject.params, tokens)
+        yield name, {}, checkpoint.losses(FallbackDot(recipe))
+    tokens = jnp.asarray(checkpoint.pairs[0])
+    report = choosing.choose(Llama(checkpoint.config), checkpoint.params, tokens)
     rules = {pattern: str(recipe) for pattern, recipe in report.rules.items()}
-    found = subject.losses(RulesDot(report.rules))
+    found = checkpoint.losses(RulesDot(report.rules))
     yield "chosen", {"rules": rules}, found
 
 
-def schemes(subject: Subject) -> Losses:
+def schemes(checkpoint: Checkpoint) -> Losses:
     """The losses with rounded operands, by scheme."""
-    yield "bf16", {}, subject.losses(None)
+    yield "bf16", {}, checkpoint.losses(None)
     for name, scheme in second_terms.schemes().items():
         product = functools.partial(second_terms.dot_general, scheme)
-        yield name, {}, subject.losses(product)
+        yield name, {}, checkpoint.losses(product)
 
 
-def exported(subject: Subject) -> Losses:
+def exported(checkpoint: Checkpoint) -> Losses:
     """The losses of exports in each format that takes the model, as floats."""
-    yield "bf16", {}, subject.losses(None)
-    model = Llama(subject.config, FallbackDot(recipes.row_block_lhs))
-    variables = {**state_of(model, subject.pairs[0]), "params": subject.params}
-    run = Config(from_hf=str(subject.model))
+    yield "bf16", {}, checkpoint.losses(None)
+    model = Llama(checkpoint.config, FallbackDot(recipes.row_block_lhs))
+    variables = {**state_of(model, checkpoint.pairs[0]), "params": checkpoint.params}
+    run = Config(from_hf=str(checkpoint.model))
     for name in hf.FORMATS:
-        source = tokenizer_source(run, subject.config)
+        source = tokenizer_source(run, checkpoint.config)
         with tempfile.TemporaryDirectory() as folder, source as like:
             out = Path(folder, name)
             try:
@@ -184,7 +184,7 @@ def exported(subject: Subject) -> Losses:
             except ExportError as error:
                 print(f"without {name}: {error}", file=sys.stderr)
                 continue
-            read = load(next(out.glob("*.gguf"), out), subject.pairs)
+            read = load(next(out.glob("*.gguf"), out), checkpoint.pairs)
         yield name, {}, read.losses(None)
 
 
@@ -204,11 +204,11 @@ def tuned(
 def main(argv: list[str] | None = None) -> None:
     """Runs an experiment and writes its rows, each as soon as it is there."""
     parser = argparse.ArgumentParser(prog="experiments.checkpoint")
-    of: dict[str, Callable[[Subject], Any]] = {
+    of: dict[str, Callable[[Checkpoint], Any]] = {
         "outliers": outliers,
-        "losses": lambda subject: compared(losses(subject)),
-        "schemes": lambda subject: compared(schemes(subject)),
-        "exported": lambda subject: compared(exported(subject)),
+        "losses": lambda checkpoint: compared(losses(checkpoint)),
+        "schemes": lambda checkpoint: compared(schemes(checkpoint)),
+        "exported": lambda checkpoint: compared(exported(checkpoint)),
     }
     parser.add_argument("command", choices=(*of, "tuned"))
     for name in ("model", "text"):
@@ -226,10 +226,10 @@ def main(argv: list[str] | None = None) -> None:
         rows = tuned(asked.model, asked.text, asked.seeds, asked.recipes)
     else:
         pairs = read_pairs(asked.model, asked.text, asked.sequences)
-        subject = load(asked.model, pairs)
+        checkpoint = load(asked.model, pairs)
         if asked.planted:
-            subject = plant(subject, asked.planted)
-        rows = of[asked.command](subject)
+            checkpoint = plant(checkpoint, asked.planted)
+        rows = of[asked.command](checkpoint)
     result_files.save_rows(rows, asked.out)
 
 
