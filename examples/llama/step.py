@@ -133,13 +133,13 @@ def add_codes(model: Llama, optimizer: Optimizer, state: TrainState) -> TrainSta
     """Returns a new or restored state with codes, if the optimizer writes them."""
     if not isinstance(optimizer, optim.CodeWriter):
         return state
+    return dataclasses.replace(state, codes=_make_codes(model, state.variables()))
 
-    @jax.jit
-    def make(variables: PyTree) -> PyTree:
-        codes = quantize_weights_once(model, variables, _any_tokens(model))
-        return mesh.constrain(codes)
 
-    return dataclasses.replace(state, codes=make(state.variables()))
+@functools.partial(jax.jit, static_argnums=0)
+def _make_codes(model: Llama, variables: PyTree) -> PyTree:
+    codes = quantize_weights_once(model, variables, _any_tokens(model))
+    return mesh.constrain(codes)
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 @pytest.mark.parametrize("program", with_first_fast([linen, nnx]))
 def test_a_resumed_run_continues_and_its_export_computes_the_task(
-    program, tmp_path, capsys
+    program, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr(program, "CHANNELS", 128)
     program.main([str(tmp_path / "whole"), "--steps", "60"])
     whole = capsys.readouterr().out.splitlines()
     for steps in ("30", "60"):

@@ -37,7 +37,9 @@ SEEDS = jnp.zeros(1, jnp.uint32)
 THETA = jnp.ones(1)
 X = jax.random.normal(jax.random.key(0), (1, 64, 256))
 GATED = jax.random.normal(jax.random.key(1), (1, 64, 512))
-PACKED = packing.as_words(packing.quantize(jnp.stack([X, X], 1), 10))
+PACKED = jax.jit(lambda x: packing.as_words(packing.quantize(x, 10)))(
+    jnp.stack([X, X], 1)
+)
 PRODUCT = {"dtype": jnp.float32}
 ONE = jnp.ones(1, jnp.int32)
 TILES = Matrix(X[0], ONE, ONE, 32)

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 from fbq_jax import FallbackDot, freeze, optim, quantize_weights_once
-from tests.fbq_jax.optim.tools import BF16, Run, X
+from tests.fbq_jax.optim.tools import BF16, Run, X, loss_of, take_step
 from tests.fbq_jax.sharding.tools import mesh_of, needs_devices
 from tests.marks import with_first_fast
 
@@ -171,7 +171,8 @@ def test_a_checkpoint_has_no_codes():
 @pytest.mark.filterwarnings("error:Some donated buffers were not usable")
 def test_donation():
     run, want = Run(Two(), WRITER), Run(Two(), WRITER)
-    run.step = jax.jit(run._step, donate_argnums=(0, 1, 2, 3))
+    step = functools.partial(take_step, run.model, WRITER)
+    run.step = jax.jit(step, donate_argnums=(0, 1, 2, 3))
     before = run.params, run.codes["fallback_codes"]["Dense_0"]
     assert run.train(2) == want.train(2)
     assert all(x.is_deleted() for x in jax.tree.leaves(before))
@@ -184,7 +185,7 @@ def test_a_loop_over_steps():
     @jax.jit
     def train(carry, batches):
         def step(carry, x):
-            loss, carry = run._step(*carry, x)
+            loss, carry = take_step(run.model, WRITER, *carry, x)
             return carry, loss
 
         return jax.lax.scan(step, carry, batches)
@@ -203,7 +204,8 @@ def test_devices_that_run_one_program_each(how):
 
     def step(params, opt_state, state, codes, x):
         weights = WRITER.differentiable(params, codes)
-        grad = jax.grad(run.loss, has_aux=True)
+        loss = functools.partial(loss_of, run.model)
+        grad = jax.grad(loss, has_aux=True)
         grads, state = grad(weights, {**state, **codes}, x)
         grads = jax.lax.pmean(grads, "data")
         params, _, codes = WRITER.update(grads, opt_state, params, codes)

@@ -71,11 +71,17 @@ def shard(mesh, params):
     return {"up": up, "down": {"kernel": place(mesh, down, "tensor")}}
 
 
+@functools.cache
+def variables_of(model):
+    x = heavy((TOKENS, CHANNELS)).astype(model.dtype)
+    return jax.jit(model.init)(jax.random.key(1), x)
+
+
 def results(recipe, dtype, data, tensor):
     """Y and the gradients of the kernels and of x, and the program's collectives."""
     model = MLP(FallbackDot(recipe), dtype)
     x = heavy((TOKENS, CHANNELS)).astype(dtype)
-    variables = jax.jit(model.init)(jax.random.key(1), x)
+    variables = variables_of(model)
 
     def step(params, x):
         def loss(params, x):
