@@ -86,7 +86,7 @@ def random_operand(
         blocks = [-(-n // side) for n, side in zip(shape[1:], block, strict=True)]
         of_blocks = shape[0], *blocks
         scales = rng.uniform(0.5, 2.0, of_blocks) * (rng.random(of_blocks) < used)
-        return Term(jnp.asarray(codes), jnp.asarray(scales, jnp.float32))
+        return jax.device_put(Term(codes, scales.astype(np.float32)))
 
     return Quantized(term(1.0), None if fallback is None else term(fallback), block)
 

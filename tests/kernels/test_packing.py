@@ -55,15 +55,19 @@ def test_groups_have_no_spare_byte(bits):
 
 @pytest.mark.parametrize("size", [1, 5, 128, 300])
 def test_words_have_four_bytes_each(size):
-    x = heavy((2, 3, size))
-    packed = packing.quantize(x, 7)
-    words = packing.as_words(packed)
+    @jax.jit
+    def run(x):
+        packed = packing.quantize(x, 7)
+        words = packing.as_words(packed)
+        values = (packing.dequantize(p, size, 7) for p in (packed, words))
+        return packed, words, *values
+
+    packed, words, expected, values = run(heavy((2, 3, size)))
     data, n = np.asarray(packed.data), packed.data.shape[-1]
     assert words.data.shape == (2, 3, -(-n // 4))
     found = np.asarray(words.data).astype("<u4").view(np.uint8)
     np.testing.assert_array_equal(found[..., :n], data)
-    expected = packing.dequantize(packed, size, 7)
-    np.testing.assert_array_equal(packing.dequantize(words, size, 7), expected)
+    np.testing.assert_array_equal(values, expected)
 
 
 @pytest.mark.parametrize("bits", [10, 7])

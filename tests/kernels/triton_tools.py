@@ -140,7 +140,7 @@ def _interpret(
         kernel[grid](*inputs, *results, **constants)
     for result in results:
         result.check_guards()
-    return tuple(jnp.asarray(result.values) for result in results)
+    return tuple(jax.device_put(result.values) for result in results)
 
 
 @contextlib.contextmanager

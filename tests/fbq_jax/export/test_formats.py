@@ -65,7 +65,7 @@ def test_frozen_layers_under_scan_have_a_stack_of_weights():
     assert codes.scales.shape == (3, 64, 2)
 
 
-NNX_MODEL = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+NNX_MODEL = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(

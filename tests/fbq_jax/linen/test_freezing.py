@@ -474,12 +474,13 @@ def test_attention_with_a_cache_is_frozen(options):
     )
     x = X[:, :5]
     variables = as_trained(layer, x)
-    variables["cache"] = layer.init(jax.random.key(0), x)["cache"]
+    variables["cache"] = jax.jit(layer.init)(jax.random.key(0), x)["cache"]
     frozen = fbq_jax.freeze(layer, variables, x[:, :1], **options)
+    apply = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
     for i in range(5):
         token = x[:, i : i + 1]
-        y, cache = layer.apply(variables, token, mutable=["cache"])
-        z, frozen_cache = layer.apply(frozen, token, mutable=["cache"])
+        y, cache = apply(variables, token)
+        z, frozen_cache = apply(frozen, token)
         np.testing.assert_array_equal(y, z)
         variables, frozen = {**variables, **cache}, {**frozen, **frozen_cache}
 
