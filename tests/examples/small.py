@@ -26,4 +26,5 @@ def random_params(config):
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)["params"]
     draw = np.random.default_rng(0).normal
-    return jax.tree.map(lambda x: jnp.asarray(draw(0, 0.2, x.shape), x.dtype), shapes)
+    params = jax.tree.map(lambda x: draw(0, 0.2, x.shape).astype(x.dtype), shapes)
+    return jax.device_put(params)

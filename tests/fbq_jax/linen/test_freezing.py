@@ -56,20 +56,21 @@ def as_trained(model, x):
     """Variables of a later step, without compiling training steps."""
     random = np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)
-    return {
+    variables = {
         "params": jax.tree.map(
-            lambda p: jnp.asarray(random.normal(0.0, 0.1, p.shape), p.dtype),
+            lambda p: random.normal(0.0, 0.1, p.shape).astype(p.dtype),
             shapes["params"],
         ),
         "fallback": jax.tree.map(_later, shapes["fallback"]),
     }
+    return jax.device_put(variables)
 
 
 def _later(scalar):
     """A theta or rate of 2.0; a count or seed of 2, or from 2 on for a stack."""
     if jnp.issubdtype(scalar.dtype, jnp.floating):
-        return jnp.full(scalar.shape, 2, scalar.dtype)
-    return jnp.arange(2, 2 + scalar.size, dtype=scalar.dtype).reshape(scalar.shape)
+        return np.full(scalar.shape, 2, scalar.dtype)
+    return np.arange(2, 2 + scalar.size, dtype=scalar.dtype).reshape(scalar.shape)
 
 
 def same_bits(a, b):
