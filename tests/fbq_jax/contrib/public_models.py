@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -36,16 +35,15 @@ from fbq_jax.nnx.rules import quantize as quantize_nnx
 from fbq_jax.recipes.rules_report import RulesReport
 
 RULES = {".*": recipes.fallback}
-_DRAW = np.random.default_rng(0)
-TOKENS = jnp.asarray(_DRAW.integers(0, 64, (2, 16)), jnp.int32)
-POSITIONS = jnp.asarray(np.tile(np.arange(16, dtype=np.int32), (2, 1)))
-MASK = jnp.asarray(np.tile(np.tri(16, dtype=bool), (2, 1, 1)))
+TOKENS = jax.random.randint(jax.random.key(3), (2, 16), 0, 64)
+POSITIONS = jnp.broadcast_to(jnp.arange(16), (2, 16))
+MASK = jnp.broadcast_to(jnp.tril(jnp.ones((16, 16), bool)), (2, 16, 16))
 _ONES = jnp.ones_like(TOKENS)
-_IMAGES = jnp.asarray(_DRAW.standard_normal((2, 16, 16, 3), np.float32))
-_PATCHES = jnp.asarray(_DRAW.standard_normal((2, 16, 64), np.float32))
+_IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
+_PATCHES = jax.random.normal(jax.random.key(2), (2, 16, 64))
 _PATCH_POSITIONS = jnp.broadcast_to(jnp.indices((4, 4)).reshape(2, 16).T, (2, 16, 2))
-_LATENTS = jnp.asarray(_DRAW.standard_normal((2, 4, 8, 8), np.float32))
-_SERIES = jnp.asarray(_DRAW.standard_normal((2, 4, 32), np.float32))
+_LATENTS = jax.random.normal(jax.random.key(4), (2, 4, 8, 8))
+_SERIES = jax.random.normal(jax.random.key(5), (2, 4, 32))
 _LEARNING_RATE = 0.1
 
 
