@@ -38,6 +38,7 @@ _CALLS = 8  # of a layer that is timed, one after the other
 _SETTLING_STEPS = 4  # of thresholds
 _SECONDS = 0.5  # that steps are timed
 _THREADS = 8  # that compile
+_NOT_FINITE = "its values, or their gradients, are not finite"
 Rules = Mapping[str, Recipe | None]
 
 
@@ -72,6 +73,11 @@ def choose_for(
         return choose_from(products, candidates=candidates, budget=budget)
 
     report = dataclasses.replace(look(*arguments), look=look)
+    if unfit := [x.layer for x in report.layers if x.reason == _NOT_FINITE]:
+        raise ValueError(
+            "choose_recipes takes parameters and a batch whose activations and "
+            f"gradients are finite; those of {', '.join(unfit)} are not"
+        )
     if all(layer.float_ms is None for layer in report.layers):
         return report
     steps = [make_step(rules) for rules in (None, report.rules)]
@@ -92,9 +98,10 @@ def choose_from(
     _check(candidates, budget)
     if not products:
         raise ValueError(
-            "choose_recipes found no layer whose product has a gradient: layers match "
-            "the pattern and are those that quantize takes, and the loss depends on "
-            "their outputs"
+            "choose_recipes found no product with a gradient in a layer that matches "
+            "the pattern `layers`. Does the loss depend on the layers? Products in a "
+            "model's own code need quantize=fbq_jax.contrib.qwix.quantize, or "
+            "quantize_nnx"
         )
     layers, recipes = [], tuple(NAMED[name] for name in candidates)
     with ThreadPoolExecutor(_THREADS) as pool:  # of layers with other shapes
@@ -116,6 +123,14 @@ def choose_from(
         chosen = _choose(measured, budget, ms.get("float"))
         layers.append(LayerReceipt(*what, *chosen, ms.get("float")))
     return ChoiceReport(tuple(layers), budget, jax.devices()[0].device_kind)
+
+
+def checked(loss: Any) -> jax.Array:
+    """A loss; raises a ValueError if it is no scalar."""
+    shapes = jax.tree.map(jnp.shape, loss)
+    if shapes != ():
+        raise ValueError(f"loss returns a scalar; got the shape {shapes}")
+    return jnp.asarray(loss)
 
 
 def _errors(
@@ -141,14 +156,14 @@ def _timed(product: Product) -> tuple[Sizes, str]:
 def _check(candidates: Sequence[str], budget: float) -> None:
     """Raises a ValueError for candidates that are no recipes, or a bad budget."""
     if isinstance(candidates, str) or not candidates:
-        raise ValueError(f"candidates takes names of recipes; got {candidates!r}")
+        raise ValueError(f"candidates takes a list of names; got {candidates!r}")
     if unknown := [name for name in candidates if name not in NAMED]:
         names = ", ".join(NAMED)
         raise ValueError(
-            f"candidates takes names of recipes, some of {names}; got {unknown[0]!r}"
+            f"candidates takes a list of names, some of {names}; got {unknown[0]!r}"
         )
     if not (isinstance(budget, float | int) and 0 < budget < math.inf):
-        raise ValueError(f"budget takes a number above 0; got {budget!r}")
+        raise ValueError(f"budget takes a finite number above 0; got {budget!r}")
 
 
 def _choose(
@@ -158,6 +173,8 @@ def _choose(
 
     Where times are not measured, candidates are as fast as their order says.
     """
+    if all(math.isnan(c.error) for c in candidates):
+        return None, _NOT_FINITE
     inside = [c for c in candidates if c.error <= budget]
     if not inside:
         least = min(candidates, key=lambda c: c.error)

@@ -46,7 +46,7 @@ class Recorder(Visitor):
     A step that is compiled in its context shows its products in every call.
 
     Attributes:
-      rows: the most rows of X and dY that are kept.
+      rows: the most rows of X and dY that are kept, several times 128.
       products: by the path of their layer, in any order in a stack.
     """
 
@@ -94,7 +94,8 @@ class Recorder(Visitor):
                 a.reshape(len(w), -1, n)
                 for a, n in zip((x, dy), w.shape[1:], strict=True)
             )
-            jax.debug.callback(add, x[:, : self.rows], w, dy_[:, : self.rows])
+            rows = _rows(x, self.rows)
+            jax.debug.callback(add, x[:, rows], w, dy_[:, rows])
             return jax.vjp(product, *operands)[1](dy)
 
         recorded = jax.custom_vjp(product)
@@ -105,6 +106,23 @@ class Recorder(Visitor):
     def _add(self, path: str, sizes: Sizes, *arrays: Any) -> None:
         x, w, dy = map(np.asarray, arrays)
         self.products.setdefault(path, []).append(Product(x, w, dy, sizes))
+
+
+def _rows(x: jax.Array, most: int) -> jax.Array:
+    """Indices of rows of X ``[B, M, K]``, in blocks of 128.
+
+    They are evenly spaced, but for the block with the largest magnitude, or with NaN.
+    """
+    M = x.shape[1]
+    if most >= M:
+        return jnp.arange(M)
+    first = np.minimum(np.arange(0, M, _BLOCK), M - _BLOCK)
+    blocks = first[:, None] + np.arange(_BLOCK)
+    size = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))  # XLA's maximum may lose a NaN
+    largest = jnp.argmax(size.max(axis=(0, 2))[blocks].max(axis=1))
+    others = np.linspace(0, len(blocks) - 2, most // _BLOCK - 1).astype(int)
+    chosen = jnp.append(jnp.where(others < largest, others, others + 1), largest)
+    return jnp.asarray(blocks)[chosen].reshape(-1)
 
 
 @functools.partial(jax.jit, static_argnums=3)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -97,7 +98,10 @@ class ChoiceReport:
     @property
     def rules(self) -> dict[str, Recipe | None]:
         """The rules for ``quantize``, whose patterns are the paths of the layers."""
-        return {x.layer: NAMED[x.chosen] if x.chosen else None for x in self.layers}
+        return {
+            re.escape(x.layer): NAMED[x.chosen] if x.chosen else None
+            for x in self.layers
+        }
 
     @property
     def predicted_ms(self) -> float | None:
@@ -118,7 +122,8 @@ class ChoiceReport:
         saved = sum(M * K for x in self.layers if x.chosen for M, K, _ in x.sizes)
         lines.append(
             f"errors of Y, or a tenth of those of dX and dW, at most {self.budget:g}; "
-            f"on {self.device}; layers save {saved / 2**20:,.1f} MiB less of inputs"
+            f"on {self.device}; layers save {saved / 2**20:,.1f} MiB of inputs, a byte "
+            "a value"
         )
         if (base := self.float_ms) is not None:
             times = {"predicted": self.predicted_ms, "measured": self.chosen_ms}
@@ -174,20 +179,21 @@ class ChoiceReport:
 
         Args:
           *arguments: those of ``choose_recipes`` before its options, with the present
-            parameters and a new batch of the same shapes.  Nothing is compiled again.
+            parameters and a new batch.  Keyword arguments are those that it had.  With
+            the same shapes, nothing is compiled again.
 
         Returns:
-          What would be chosen now.
+          What would be chosen now, which can check, too.
 
         Raises:
           ValueError: the report was loaded.
         """
         if self.look is None:
             raise ValueError(
-                "a loaded report has no model to look at: call choose_recipes, and "
-                "give its report these layers by dataclasses.replace"
+                "a loaded report has no model to check: call choose_recipes again, and "
+                "check dataclasses.replace(new_report, layers=loaded.layers)"
             )
-        now = self.look(*arguments)
+        now = replace(self.look(*arguments), look=self.look)
         chosen = {layer.layer: layer.chosen for layer in self.layers}
         for layer in now.layers:
             used = layer.candidate(chosen.get(layer.layer))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fbq_jax.choice.choosing import BUDGET, CANDIDATES, Rules, choose_for
+from fbq_jax.choice.choosing import BUDGET, CANDIDATES, Rules, checked, choose_for
 from fbq_jax.choice.report import ChoiceReport
 from fbq_jax.model_kind import check_nnx
 from fbq_jax.nnx import rules as nnx_rules
@@ -46,7 +46,7 @@ def choose_recipes(
             def value(params: Any) -> tuple[jax.Array, Any]:
                 merged = nnx.merge(graph, params, state, copy=True)
                 y = merged(*args, **kwargs)
-                return loss(y), nnx.state(merged, nnx.Not(nnx.Param))
+                return checked(loss(y)), nnx.state(merged, nnx.Not(nnx.Param))
 
             return jax.grad(value, has_aux=True)(params)
 

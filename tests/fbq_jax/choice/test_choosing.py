@@ -239,6 +239,7 @@ def test_a_layer_that_leaves_its_budget_is_named(planted, chosen):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert report.check(variables, x) == report
+        assert now.check(changed, x) == now
 
 
 def test_a_second_look_traces_nothing(planted, chosen, monkeypatch):
@@ -268,7 +269,47 @@ def test_a_layer_with_nan_has_no_candidate(planted, chosen):
         now = chosen[1].check(variables, diverged)
     assert len(found) == DEPTH
     assert "has an error of nan" in str(found[0].message)
+    assert "or their gradients, are not finite" in str(found[0].message)
     assert now.layers[0].chosen is None
+
+
+@pytest.fixture
+def dense():
+    """A layer whose name is no pattern, its variables, and 2000 tokens."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="w+1")(x)
+
+    x = jax.random.normal(jax.random.key(0), (2, 1000, 16))
+    return Layer(), Layer().init(jax.random.key(1), x), x
+
+
+def test_no_token_with_an_outlier_is_missed(dense):
+    model, variables, x = dense
+    options = {"loss": mean_square, "candidates": ["block"]}
+    _, report = fbq_jax.choose_recipes(model, variables, x, **options)
+    with pytest.warns(UserWarning, match="left its budget"):
+        now = report.check(variables, x.at[1, 990, 3].set(1000.0))
+    assert now.layers[0].largest > 50
+    changed = x.at[0, 700, 3].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"are finite; those of w\+1 are not"):
+        fbq_jax.choose_recipes(model, variables, changed, **options)
+
+
+def test_a_loss_of_the_last_tokens_has_gradients(dense):
+    model, variables, x = dense
+    options = {"loss": lambda y: mean_square(y[:, 700:]), "candidates": ["block"]}
+    _, report = fbq_jax.choose_recipes(model, variables, x, **options)
+    assert min(report.layers[0].candidates[0][1:4]) > 0
+
+
+def test_rules_are_patterns(dense):
+    model, variables, x = dense
+    rules, _ = fbq_jax.choose_recipes(model, variables, x, loss=mean_square)
+    _, report = fbq_jax.quantize(model, rules, jax.random.key(0), x)
+    assert len(report.products) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*run as jax.numpy code")
@@ -284,10 +325,11 @@ def test_times_of_layers(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"candidates": ["blok"]}, "names of recipes, some of fallback,.*'blok'"),
-        ({"candidates": "block"}, "candidates takes names of recipes; got 'block'"),
-        ({"budget": 0}, "budget takes a number above 0; got 0"),
-        ({"loss": lambda _: jnp.float32(0.0)}, "no layer whose product has a gradient"),
+        ({"candidates": ["blok"]}, "a list of names, some of fallback,.*'blok'"),
+        ({"candidates": "block"}, "candidates takes a list of names; got 'block'"),
+        ({"budget": 0}, "budget takes a finite number above 0; got 0"),
+        ({"loss": lambda _: jnp.float32(0.0)}, "no product with a gradient"),
+        ({"loss": lambda y: y[0]}, r"loss returns a scalar; got the shape \(128,\)"),
     ],
 )
 def test_errors(planted, options, message):
